@@ -1,0 +1,1 @@
+"""All-reduce algorithms, each a pure function of a transport: rank, size, send and receive."""

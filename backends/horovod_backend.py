@@ -1,0 +1,244 @@
+"""The Horovod engine: every collective is passed to Horovod's own, which negotiates by name.
+
+What Horovod lacks rides on a gloo side group: point to point, and with it Adasum where Horovod
+was built or started without MPI. The side group's address is handed round by Horovod's broadcast,
+so it exists under every launcher that Horovod knows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from unidist.backends.base import Backend, Capability, Group, ReduceOp, Rows, Work
+from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
+from unidist.backends.mpi_job import check_world
+from unidist.backends.torch_backend import TorchWork, connect_store, open_store
+
+if TYPE_CHECKING:
+    from unidist.launch import Launch
+
+try:
+    import horovod.torch as hvd
+except Exception as error:  # a broken extension raises whatever its loader raises
+    raise BackendUnavailable(
+        "The horovod backend needs Horovod built for this PyTorch "
+        f"(torch {torch.__version__}), but it cannot be imported ({type(error).__name__}: "
+        f"{error}). Build and install it with: unidist build-horovod"
+    ) from error
+
+_OPS = {
+    ReduceOp.SUM: hvd.Sum,
+    ReduceOp.MIN: hvd.Min,
+    ReduceOp.MAX: hvd.Max,
+    ReduceOp.PRODUCT: hvd.Product,
+    ReduceOp.ADASUM: hvd.Adasum,
+}
+
+_REDUCE_DTYPES = frozenset(
+    {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+)
+
+
+class _HorovodWork(Work):
+    def __init__(self, handle: int, what: str, keep: Any = None) -> None:
+        self._handle = handle
+        self._what = what
+        self._keep = keep
+        self._output: torch.Tensor | None = None
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            return
+        self._waited = True
+        try:
+            self._output = hvd.synchronize(self._handle)
+        except RuntimeError as error:
+            raise HorovodInternalError(f"{self._what} failed in Horovod: {error}") from error
+        self._keep = None
+
+    def done(self) -> bool:
+        return self._waited or bool(hvd.poll(self._handle))
+
+    @property
+    def output(self) -> torch.Tensor:
+        assert self._output is not None
+        return self._output
+
+
+class _HorovodRows(Rows):
+    """Horovod allocates the output of an uneven gather itself, when the sizes are known."""
+
+    def __init__(self, work: _HorovodWork) -> None:
+        super().__init__(work, None)
+        self._native = work
+
+    @property
+    def output(self) -> torch.Tensor:
+        return self._native.output
+
+
+class _CopyTo(Work):
+    """A native gather whose result is copied to the caller's buffer."""
+
+    def __init__(self, work: _HorovodWork, output: torch.Tensor) -> None:
+        self._work = work
+        self._target: torch.Tensor | None = output
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._target is not None:
+            self._target.copy_(self._work.output)
+            self._target = None
+
+    def done(self) -> bool:
+        return self._work.done()
+
+
+class HorovodBackend(Backend):
+    """Horovod 0.28.1 under ``horovodrun`` or ``mpirun``."""
+
+    name = "horovod"
+    matches_by_name = True
+    reduce_dtypes = _REDUCE_DTYPES
+    move_dtypes = _REDUCE_DTYPES | {torch.uint8, torch.int8, torch.int16}
+
+    def init(self, launch: Launch, timeout: float, comm: Any = None) -> None:
+        if launch.launcher in ("torchrun", "env"):
+            raise LaunchError(
+                f"The horovod backend cannot yet be started by {launch.launcher}. Start the same "
+                f"script with `horovodrun -np {launch.size} python SCRIPT --backend horovod`, with "
+                "`mpirun`, or stay with torchrun and the torch backend."
+            )
+        self.timeout = timedelta(seconds=timeout)
+        # Process sets can then be added at any time, as on the other engines.
+        hvd.init(comm, process_sets="dynamic")
+        size, rank = hvd.size(), hvd.rank()
+        if comm is None:
+            try:
+                check_world(launch, "Horovod", size, rank)
+            except LaunchError:
+                hvd.shutdown()
+                raise
+        self.world = Group(tuple(range(size)), rank, hvd.global_process_set)
+        cuda = bool(hvd.nccl_built()) and torch.cuda.is_available()
+        native_adasum = hvd.mpi_built() and hvd.mpi_enabled()
+        self.capabilities = frozenset(
+            [Capability.CUDA] * cuda + [Capability.ADASUM] * native_adasum
+        )
+        enabled = {
+            "mpi": hvd.mpi_enabled(),
+            "mpi_threads": hvd.mpi_enabled() and hvd.mpi_threads_supported(),
+            "gloo": hvd.gloo_enabled(),
+            "nccl": cuda,
+        }
+        self.transports = frozenset(name for name, there in enabled.items() if there)
+        self._side = self._connect_side_group() if size > 1 else None
+
+    def _connect_side_group(self) -> Any:
+        """Connect all ranks through gloo, for what Horovod does not have."""
+        address: tuple[str, int] = ("", 0)
+        store: dist.Store | None = None
+        if self.world.me == 0:
+            store, address = open_store(self.timeout)
+        address = hvd.broadcast_object(address, 0, name="unidist.side_group")
+        if store is None:
+            store = connect_store(address, self.timeout)
+        store = dist.PrefixStore("unidist.side_group", store)
+        return dist.ProcessGroupGloo(store, self.world.me, self.world.size, self.timeout)
+
+    def shutdown(self) -> None:
+        self._side = None
+        hvd.shutdown()
+
+    def abort(self) -> None:
+        # An orderly exit would wait in Horovod's shutdown for ranks that wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        me = self.world.me
+        native = (
+            hvd.global_process_set
+            if list(ranks) == list(self.world.ranks)
+            else hvd.add_process_set(list(ranks))
+        )
+        return Group(tuple(ranks), ranks.index(me) if me in ranks else None, native)
+
+    def free_group(self, group: Group) -> None:
+        if group.native is not hvd.global_process_set:
+            hvd.remove_process_set(group.native)
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, group: Group, name: str) -> Work:
+        what = f"allreduce {name!r}"
+        handle = _native(
+            what,
+            lambda: hvd.allreduce_async_(
+                tensor, name=name, op=_OPS[op], process_set=group.native
+            ),
+        )
+        return _HorovodWork(handle, what, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, group: Group, name: str) -> Work:
+        what = f"broadcast {name!r} from rank {group.ranks[root]}"
+        handle = _native(
+            what,
+            lambda: hvd.broadcast_async_(
+                tensor, group.ranks[root], name=name, process_set=group.native
+            ),
+        )
+        return _HorovodWork(handle, what, tensor)
+
+    def allgather(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        counts: Sequence[int],
+        group: Group,
+        name: str,
+    ) -> Work:
+        return _CopyTo(self._gather(tensor, group, name), output)
+
+    def allgather_rows(self, tensor: torch.Tensor, group: Group, name: str) -> Rows:
+        return _HorovodRows(self._gather(tensor, group, name))
+
+    def _gather(self, tensor: torch.Tensor, group: Group, name: str) -> _HorovodWork:
+        what = f"allgather {name!r}"
+        handle = _native(
+            what, lambda: hvd.allgather_async(tensor, name=name, process_set=group.native)
+        )
+        return _HorovodWork(handle, what, tensor)
+
+    def barrier(self, group: Group) -> Work:
+        # hvd.barrier blocks in Python; a one-element all-reduce is a barrier that can be started.
+        return self.allreduce(torch.zeros(1), ReduceOp.SUM, group, "unidist.barrier")
+
+    # -- point to point ---------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, group: Group) -> Work:
+        peer = group.ranks[dst]
+        work = self._side.send([tensor.view(torch.uint8)], peer, 0)
+        return TorchWork(work, f"send to rank {peer}", tensor)
+
+    def recv(self, tensor: torch.Tensor, src: int, group: Group) -> Work:
+        peer = group.ranks[src]
+        work = self._side.recv([tensor.view(torch.uint8)], peer, 0)
+        return TorchWork(work, f"receive from rank {peer}", tensor)
+
+
+def _native(what: str, start: Callable[[], int]) -> int:
+    """Start a native operation; what Horovod refuses at once is reported like a later failure."""
+    try:
+        return start()
+    except RuntimeError as error:
+        raise HorovodInternalError(f"{what} failed in Horovod: {error}") from error

@@ -1,0 +1,57 @@
+"""What every rank runs: plain functions ``check_*(hvd)`` that know no backend.
+
+Each takes the module under test, works at every world size that it does not rule out with
+:func:`world`, and is run twice in a row on one connection. Expected values are written out from
+rank and size; helpers are in ``support.py``. ``run_checks.py`` is the program around them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from checks.support import world_rule
+
+#: in the order in which they run; ``basics`` is last since it disconnects and connects again
+TOPICS = (
+    "allreduce",
+    "gather_broadcast",
+    "functions",
+    "adasum",
+    "optimizer",
+    "optimizer_sparse",
+    "optimizer_wrapping",
+    "optimizer_adasum",
+    "process_sets",
+    "basics",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: ``topic.name`` and the function."""
+
+    name: str
+    topic: str
+    function: Callable[[Any], None]
+
+    def runs_at(self, size: int) -> bool:
+        rule = world_rule(self.function)
+        return rule is None or size in rule
+
+
+def _load() -> dict[str, Check]:
+    found = {}
+    for topic in TOPICS:
+        module: ModuleType = importlib.import_module(f"checks.{topic}")
+        for attribute, function in vars(module).items():
+            if attribute.startswith("check_"):
+                name = f"{topic}.{attribute.removeprefix('check_')}"
+                found[name] = Check(name, topic, function)
+    return found
+
+
+CHECKS = _load()

@@ -1,0 +1,333 @@
+"""init, shutdown, and this process' place in the world. Holds the one live backend."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from unidist import launch as launching
+from unidist.backends import create
+from unidist.backends.base import Backend
+from unidist.engine import Engine
+from unidist.handles import HandleTable
+from unidist.launch import Launch
+
+if TYPE_CHECKING:
+    from unidist.process_sets import ProcessSet
+
+#: seconds that connecting, and later a single wait for the peers, may take; torch's own default
+DEFAULT_TIMEOUT = 1800.0
+
+
+@dataclass
+class Place:
+    """Where the ranks run: this one's place on its node, and its node's place among the nodes."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+
+
+@dataclass
+class Runtime:
+    """Everything that exists between ``init`` and ``shutdown``."""
+
+    backend: Backend
+    place: Place
+    engine: Engine = field(default_factory=Engine)
+    handles: HandleTable = field(default_factory=HandleTable)
+    process_sets: dict[int, ProcessSet] = field(default_factory=dict)
+    next_process_set_id: int = 1
+    #: how many operations without a name each kind has had: their names are equal on all ranks
+    unnamed: dict[str, int] = field(default_factory=dict)
+
+    def name(self, kind: str, name: str | None) -> str:
+        """The name of an operation: the caller's, or the next one of its kind."""
+        if name is not None:
+            return f"{kind}.{name}"
+        number = self.unnamed.get(kind, 0) + 1
+        self.unnamed[kind] = number
+        return f"{kind}.noname.{number}"
+
+
+_runtime: Runtime | None = None
+_life = threading.RLock()
+
+
+def runtime() -> Runtime:
+    """The live runtime; ValueError before ``init``."""
+    if _runtime is None:
+        raise ValueError("unidist has not been initialized; call hvd.init() first.")
+    return _runtime
+
+
+def init(
+    comm: Sequence[int] | Any = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    backend: str | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Connect this process to its peers. All ranks must call it; a second call does nothing.
+
+    Args:
+        comm: which processes form the world: None for all that were launched, a list of their
+            ranks, or an mpi4py communicator (under mpirun and srun).
+        process_sets: process sets to activate, the same list on all ranks. ``"dynamic"`` is
+            accepted for Horovod's sake: sets can always be added later.
+        backend: ``torch``, ``horovod``, ``mpi`` or ``serial``. None takes the environment
+            variable UNIDIST_BACKEND, or the engine that belongs to the launcher.
+        timeout: seconds after which connecting, and later waiting for a peer, is an error.
+
+    Raises:
+        ValueError: unknown backend, or launch variables that contradict each other.
+        BackendUnavailable: the engine's library is missing or broken; says what to install.
+        LaunchError: the engine cannot run under this launcher, or sees another world than it.
+    """
+    global _runtime
+    from unidist import process_sets as sets
+
+    with _life:
+        if _runtime is not None:
+            return
+        limit = DEFAULT_TIMEOUT if timeout is None else float(timeout)
+        if not limit > 0:
+            raise ValueError(f"init got timeout={timeout!r}; pass a positive number of seconds.")
+        launch = launching.detect()
+        name = launching.choose_backend(backend, os.environ, launch)
+        if name == "serial" and launch.size == 1:
+            launch = Launch("none")
+        engine = create(name)
+        launch, comm = _restrict(launch, comm, name)
+        engine.init(launch, limit, comm)
+        try:
+            place = _locate(engine, launch)
+            _runtime = Runtime(engine, place)
+            sets._activate_all(process_sets)
+        except BaseException:
+            _runtime = None
+            engine.shutdown()
+            raise
+        if engine.world.size > 1:
+            _install_excepthook()
+        atexit.register(shutdown)
+
+
+def _restrict(launch: Launch, comm: Any, backend: str) -> tuple[Launch, Any]:
+    """Turn a list of ranks into what the engine takes: a communicator, or a smaller launch."""
+    if comm is None or not isinstance(comm, (list, tuple)):
+        return launch, comm
+    ranks = list(comm)
+    if not ranks:  # Horovod's own default
+        return launch, None
+    if launch.rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= launch.size:
+        raise ValueError(
+            f"init got comm={ranks} on rank {launch.rank} of {launch.size}: it must name distinct "
+            "ranks of the launched processes, this one among them. Only those ranks may call it."
+        )
+    if backend == "horovod":
+        return launch, ranks
+    if launch.launcher in ("mpirun", "srun"):
+        from unidist.backends.mpi_job import subworld
+
+        return launch, subworld(ranks)
+    return replace(launch, rank=ranks.index(launch.rank), size=len(ranks)), None
+
+
+def _locate(engine: Backend, launch: Launch) -> Place:
+    """Agree on who shares a node. Launchers tell their local ranks, or host names do."""
+    mine = [launch.local_rank, launch.cross_rank, socket.gethostname()]
+    peers = [
+        json.loads(record)
+        for record in engine.exchange(json.dumps(mine).encode(), engine.world)
+    ]
+    told = all(local is not None for local, _, _ in peers)
+    # The launcher's own index of the node is better than a name: two agents may share a host.
+    grouped = told and all(cross is not None for _, cross, _ in peers)
+    locals_seen: dict[Any, int] = {}
+    nodes: list[Any] = []
+    local_ranks: list[int] = []
+    for local, cross, host in peers:
+        node = [host, cross] if grouped else host
+        key = json.dumps(node)
+        index = locals_seen.get(key, 0)
+        locals_seen[key] = index + 1
+        nodes.append(key)
+        local_ranks.append(local if told else index)
+    # A subset of the launched ranks (comm=...) leaves holes in the launcher's numbering.
+    for key, count in locals_seen.items():
+        members = [r for r, node in enumerate(nodes) if node == key]
+        if sorted(local_ranks[r] for r in members) != list(range(count)):
+            for index, r in enumerate(members):
+                local_ranks[r] = index
+    me = engine.world.me
+    same_local = [r for r in range(len(peers)) if local_ranks[r] == local_ranks[me]]
+    return Place(
+        local_rank=local_ranks[me],
+        local_size=locals_seen[nodes[me]],
+        cross_rank=same_local.index(me),
+        cross_size=len(same_local),
+        homogeneous=len(set(locals_seen.values())) == 1,
+    )
+
+
+def shutdown() -> None:
+    """Finish what was submitted and disconnect; ``init`` may be called again. All ranks call it."""
+    global _runtime
+    from unidist import process_sets as sets
+
+    with _life:
+        if _runtime is None:
+            return
+        ended, _runtime = _runtime, None
+        atexit.unregister(shutdown)
+        try:
+            ended.engine.stop()
+        finally:
+            sets._invalidate_all(ended.process_sets.values())
+            ended.backend.shutdown()
+
+
+def _install_excepthook() -> None:
+    """Make an uncaught exception end the whole job, with the rank printed.
+
+    The other ranks would wait for this one in their next collective, and under MPI this one would
+    wait for them in MPI_Finalize.
+    """
+    if getattr(sys.excepthook, "_unidist", False):
+        return
+    previous = sys.excepthook
+
+    def ends_the_job(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        previous(kind, value, trace)
+        live = _runtime
+        if live is None:
+            return
+        world = live.backend.world
+        print(
+            f"unidist: rank {world.rank} of {world.size} ended by an uncaught {kind.__name__}; "
+            "ending the job.",
+            file=sys.stderr,
+            flush=True,
+        )
+        live.backend.abort()
+
+    ends_the_job._unidist = True  # type: ignore[attr-defined]
+    sys.excepthook = ends_the_job
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called and ``shutdown`` was not."""
+    return _runtime is not None
+
+
+def rank() -> int:
+    """This process' rank in the world."""
+    return runtime().backend.world.me
+
+
+def size() -> int:
+    """The number of processes in the world."""
+    return runtime().backend.world.size
+
+
+def local_rank() -> int:
+    """This process' rank among those of its node; choose the device by it."""
+    return runtime().place.local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this node."""
+    return runtime().place.local_size
+
+
+def cross_rank() -> int:
+    """The index of this process' node among the nodes that have this local rank."""
+    return runtime().place.cross_rank
+
+
+def cross_size() -> int:
+    """The number of nodes that have this local rank."""
+    return runtime().place.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every node runs the same number of processes."""
+    return runtime().place.homogeneous
+
+
+# -- what is there ------------------------------------------------------------------------------
+# The *_built queries ask whether an engine could use the library, the *_enabled ones whether the
+# live engine does. Without the library of their name they answer False (0 for nccl_built).
+
+
+def mpi_built() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def mpi_enabled() -> bool:
+    """Whether the live engine moves data through MPI."""
+    return "mpi" in runtime().backend.transports
+
+
+def mpi_threads_supported() -> bool:
+    """Whether the live engine uses MPI, initialised with MPI_THREAD_MULTIPLE."""
+    return "mpi_threads" in runtime().backend.transports
+
+
+def gloo_built() -> bool:
+    """Whether this PyTorch has gloo."""
+    import torch.distributed as dist
+
+    return bool(dist.is_available() and dist.is_gloo_available())
+
+
+def gloo_enabled() -> bool:
+    """Whether the live engine moves data through gloo."""
+    return "gloo" in runtime().backend.transports
+
+
+def nccl_built() -> int:
+    """The version of NCCL in this PyTorch as an integer (2.19.3 is 21903), 0 when it has none."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def ddl_built() -> bool:
+    """IBM DDL is not an engine here."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Intel oneCCL is not an engine here."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether this PyTorch was built with CUDA."""
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this PyTorch was built with ROCm."""
+    import torch
+
+    return torch.version.hip is not None
+

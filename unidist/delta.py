@@ -1,0 +1,115 @@
+"""The optimizer's step with op=Adasum: every rank steps alone, then the changes are combined.
+
+    start ← p;  p ← base step with the local gradient;  p ← start + Adasum(p - start)
+
+As in Horovod (systems that predate it combine gradients) the *changes* are combined, so that an
+adaptive optimizer's scaling takes part. Unlike there, the parameters never hold a change in place
+of a value: between ``backward`` and ``step`` they and their local gradients can be read, clipped
+and logged. Momentum and other state stays local to each rank, as in Horovod.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unidist import basics
+from unidist.adasum import ADASUM_DTYPES, adasum_
+from unidist.agreement import agree_on_tensors
+from unidist.backends.base import Backend, Completed, Group, ReduceOp, Work
+from unidist.basics import Runtime
+from unidist.bucket import BUCKET_BYTES, Bucket, Shape, plan
+from unidist.compression import Compressor
+from unidist.handles import Task
+from unidist.ops import native_adasum, reduce_flats
+from unidist.process_sets import ProcessSet, member_group
+
+
+class DeltaReducer:
+    """Combines the changes that a local step made to parameters, bucket by bucket."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        compression: type[Compressor],
+        process_set: ProcessSet,
+    ) -> None:
+        self._named = [(name, p) for name, p in named if p.requires_grad]
+        self._compression = compression
+        self._process_set = process_set
+        self._runtime: Runtime | None = None
+        self._buckets: list[tuple[Bucket, list[torch.nn.Parameter]]] = []
+        self._starts: list[list[torch.Tensor]] = []
+
+    def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Combine the changes of further parameters, too."""
+        self._named += [(name, p) for name, p in named if p.requires_grad]
+        self._runtime = None
+
+    def begin(self) -> None:
+        """Remember the parameters before the local step."""
+        if self._runtime is None or self._runtime is not basics.runtime():
+            self._make_plan()
+        self._starts = [
+            [parameter.detach().clone() for parameter in parameters]
+            for _, parameters in self._buckets
+        ]
+
+    def finish(self) -> None:
+        """Replace each parameter by its start plus the combined change. All ranks must call it."""
+        runtime = basics.runtime()
+        group = member_group(self._process_set, "DistributedOptimizer")
+        tasks = []
+        for (bucket, parameters), starts in zip(self._buckets, self._starts, strict=True):
+            for view, parameter, start in zip(bucket.views, parameters, starts, strict=True):
+                torch.sub(parameter.detach(), start, out=view)
+            tasks.append(runtime.engine.submit(self._task(runtime.backend, group, bucket)))
+        for task, (bucket, parameters), starts in zip(
+            tasks, self._buckets, self._starts, strict=True
+        ):
+            runtime.engine.wait(task).result()
+            for view, parameter, start in zip(bucket.views, parameters, starts, strict=True):
+                parameter.detach().copy_(start.add_(view))
+        self._starts = []
+
+    def _make_plan(self) -> None:
+        runtime = basics.runtime()
+        group = member_group(self._process_set, "DistributedOptimizer")
+        agree_on_tensors(self._named, "DistributedOptimizer", group)
+        shapes = [
+            Shape(p.numel() * p.element_size(), f"{p.dtype} {p.device}") for _, p in self._named
+        ]
+        limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or BUCKET_BYTES)
+        self._buckets = []
+        for members in plan(shapes, range(len(shapes)), limit, limit):
+            parameters = [self._named[i][1] for i in members]
+            contiguous = [False] * len(parameters)
+            bucket = Bucket(parameters, contiguous, runtime.name("deltas", None))
+            self._buckets.append((bucket, parameters))
+        self._runtime = runtime
+
+    def _task(self, backend: Backend, group: Group, bucket: Bucket) -> Task:
+        deltas = bucket.gradients
+        compressed, context = self._compression.compress(deltas)
+        flat = compressed.cpu()
+        if flat.dtype not in ADASUM_DTYPES:
+            flat = flat.float()
+        native = native_adasum(backend, group)
+
+        def start() -> Work:
+            if native:
+                parts = list(flat.split(bucket.sizes))
+                return reduce_flats(parts, ReduceOp.ADASUM, backend, group, bucket.name)
+            adasum_(flat, bucket.sizes, backend, group)
+            return Completed()
+
+        def finish() -> Any:
+            if compressed is not flat:
+                compressed.copy_(flat)
+            if compressed is not deltas:
+                deltas.copy_(self._compression.decompress(compressed, context))
+
+        return Task(start, finish, inline=native)

@@ -1,0 +1,438 @@
+"""Gradients of one optimizer: watched by hooks, kept in buckets, reduced while backward goes on.
+
+A step on every rank ::
+
+    backward ─ hook(p) ─ hook(p) ─ hook(p) ─ …          gradient moves into its view, bucket counts
+                  │ bucket 0 full       │ bucket 1 full
+    engine        └─ all-reduce 0 ──────└─ all-reduce 1 ─ …          in index order on every rank
+    synchronize()                                 └─ zeros for what is missing, launch the rest, wait
+
+The first ``synchronize`` agrees on the plan with one control message: same parameters everywhere,
+the order in which gradients came on rank 0, and which of them are sparse. Later steps add none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unidist import basics
+from unidist.agreement import agree_on_tensors, digest, exchange_json
+from unidist.backends.base import Group, ReduceOp, Work
+from unidist.backends.errors import HorovodInternalError
+from unidist.basics import Runtime
+from unidist.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Shape, keeps_strides, plan
+from unidist.compression import Compressor
+from unidist.handles import Task
+from unidist.layout import Wire, divide_
+from unidist.ops import allgather_async, synchronize, wire_device
+from unidist.process_sets import ProcessSet, member_group
+
+
+class _Watched:
+    """One parameter's state between two steps."""
+
+    __slots__ = (
+        "bucket",
+        "group",
+        "hook",
+        "index",
+        "name",
+        "parameter",
+        "passes_left",
+        "ready",
+        "sparse_dim",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, passes: int) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.group: int | None = None
+        self.passes_left = passes
+        self.ready = False
+        #: sparse dimensions of its gradient, 0 for a dense one; agreed with the plan
+        self.sparse_dim = 0
+        self.bucket: Bucket | None = None
+        self.view: torch.Tensor | None = None
+        self.hook: Any = None
+
+
+class Reducer:
+    """Reduces the gradients of named parameters over a process set.
+
+    Args:
+        named: the parameters, equal in names, shapes and dtypes on all ranks.
+        average: whether to divide the sum by the number of ranks.
+        predivide: for an average, divide by this before the reduction and by size / this after it.
+        groups: for each group the names of its parameters, reduced as one.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        passes: int,
+        compression: type[Compressor],
+        average: bool,
+        predivide: float,
+        groups: Sequence[Sequence[str]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self._passes = passes
+        self._compression = compression
+        self._average = average
+        self._predivide = predivide
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._lock = threading.Lock()
+        self._runtime: Runtime | None = None
+        self._group: Group | None = None
+        self._watched: list[_Watched] = []
+        self._by_parameter: dict[torch.Tensor, _Watched] = {}
+        self._frozen: list[tuple[str, torch.nn.Parameter]] = []
+        self._arrived: list[int] = []
+        self._buckets: list[Bucket] = []
+        self._members: dict[Bucket, list[_Watched]] = {}
+        self._next = 0  # the bucket to launch next
+        self._tasks: list[Task] = []
+        #: whether a gradient has come since the last reduction
+        self.dirty = False
+        self._group_of = {name: g for g, names in enumerate(groups) for name in names}
+        self._watch(named)
+
+    # -- hooks --------------------------------------------------------------------------------
+
+    def _watch(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                self._frozen.append((name, parameter))
+                continue
+            watched = _Watched(len(self._watched), name, parameter, self._passes)
+            watched.group = self._group_of.get(name)
+            self._watched.append(watched)
+            self._by_parameter[parameter] = watched
+            watched.hook = parameter.register_post_accumulate_grad_hook(self._hook(watched))
+
+    def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Watch further parameters; the plan is agreed anew at the next reduction."""
+        self.finish()
+        self._watch(named)
+        self._forget_plan()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for watched in self._watched:
+            watched.hook.remove()
+
+    def set_passes(self, passes: int) -> None:
+        """Change the number of backward passes before the gradients are reduced."""
+        self._passes = passes
+        for watched in self._watched:
+            watched.passes_left = passes
+
+    def _hook(self, watched: _Watched) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            self.dirty = True
+            left = watched.passes_left = watched.passes_left - 1
+            if left < 0:
+                raise AssertionError(
+                    f"The gradient of {watched.name!r} was computed more than "
+                    f"backward_passes_per_step ({self._passes}) times before optimizer.step(). "
+                    "Increase backward_passes_per_step to accumulate gradients locally, or call "
+                    "optimizer.zero_grad() or optimizer.synchronize() to discard the earlier ones."
+                )
+            view = watched.view
+            if view is None:  # no plan yet, or sparse
+                if left == 0 and not watched.ready:
+                    watched.ready = True
+                    self._arrived.append(watched.index)
+                return
+            if parameter.grad is not view:
+                _adopt(watched, view)
+            if left == 0:
+                self._ready(watched)
+
+        return gradient_is_there
+
+    def _ready(self, watched: _Watched) -> None:
+        assert watched.bucket is not None
+        with self._lock:  # backward on several devices runs on several threads
+            watched.ready = True
+            watched.bucket.missing -= 1
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._launch()
+
+    # -- the plan -----------------------------------------------------------------------------
+
+    def _forget_plan(self) -> None:
+        self._buckets, self._members = [], {}
+        self._runtime = None
+        for watched in self._watched:
+            watched.bucket = watched.view = None
+
+    def _make_plan(self) -> None:
+        """Agree with the peers, then build the buckets and move the gradients into them."""
+        runtime = basics.runtime()
+        group = member_group(self._process_set, "DistributedOptimizer")
+        if self._runtime is not None:  # shut down and initialised again since
+            self._forget_plan()
+        for watched in self._watched:
+            gradient = watched.parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                watched.sparse_dim = gradient.sparse_dim()
+        order, sparse, dense = self._agree(group)
+        for watched in self._watched:
+            watched.sparse_dim = sparse.get(watched.index, 0)
+        bucketed = [
+            i for i in order if self._sparse_as_dense or not self._watched[i].sparse_dim
+        ]
+        shapes = [
+            Shape(
+                w.parameter.numel() * w.parameter.element_size(),
+                f"{w.parameter.dtype} {w.parameter.device}",
+                w.group,
+            )
+            for w in self._watched
+        ]
+        limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or BUCKET_BYTES)
+        for number, members in enumerate(
+            plan(shapes, bucketed, min(FIRST_BUCKET_BYTES, limit), limit)
+        ):
+            inside = [self._watched[i] for i in members]
+            bucket = Bucket(
+                [w.parameter for w in inside],
+                [dense[w.index] for w in inside],
+                runtime.name("gradients", None),
+            )
+            self._buckets.append(bucket)
+            self._members[bucket] = inside
+            for w, view in zip(inside, bucket.views, strict=True):
+                w.bucket, w.view = bucket, view
+                if w.parameter.grad is not None:
+                    _adopt(w, view)
+            bucket.missing = sum(not w.ready for w in inside)
+        self._runtime, self._group = runtime, group
+
+    def _agree(self, group: Group) -> tuple[list[int], dict[int, int], list[bool]]:
+        """Exchange what the plan depends on; return order, sparse parameters, usable strides."""
+        agree_on_tensors(
+            [(w.name, w.parameter) for w in self._watched], "DistributedOptimizer", group
+        )
+        strides = [
+            list(w.parameter.stride()) if keeps_strides(w.parameter) else None
+            for w in self._watched
+        ]
+        options = {
+            "compression": self._compression.__name__,
+            "op": "Average" if self._average else "Sum",
+            "gradient_predivide_factor": self._predivide,
+            "groups": digest(sorted(self._group_of.items())),
+            "sparse_as_dense": self._sparse_as_dense,
+        }
+        peers = exchange_json(
+            {
+                "strides": digest(strides),
+                "sparse": [[w.index, w.sparse_dim] for w in self._watched if w.sparse_dim],
+                "order": self._arrived if group.me == 0 else [],
+                "options": options,
+            },
+            group,
+        )
+        for rank, peer in zip(group.ranks, peers, strict=True):
+            if peer["options"] != peers[0]["options"]:
+                raise HorovodInternalError(
+                    "DistributedOptimizer needs the same options on all ranks, but got "
+                    f"{peers[0]['options']} on rank {group.ranks[0]} and {peer['options']} on "
+                    f"rank {rank}."
+                )
+        sparse: dict[int, int] = {}
+        for peer in peers:
+            for index, dimensions in peer["sparse"]:
+                sparse[index] = max(dimensions, sparse.get(index, 0))
+        same_strides = all(peer["strides"] == peers[0]["strides"] for peer in peers)
+        dense = [same_strides and stride is not None for stride in strides]
+        arrived: list[int] = peers[0]["order"]
+        # Gradients come roughly from the last parameter to the first.
+        others = sorted(set(range(len(self._watched))) - set(arrived), reverse=True)
+        return [*arrived, *others], sparse, dense
+
+    # -- reduction ----------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        runtime = self._runtime
+        assert runtime is not None
+        self._tasks.append(runtime.engine.submit(self._task(runtime, bucket)))
+
+    def _task(self, runtime: Runtime, bucket: Bucket) -> Task:
+        backend, group = runtime.backend, self._group
+        assert group is not None
+        flat = bucket.flat
+        staged = wire_device(backend, flat) is not None
+        on_stream = torch.cuda.Event() if staged and flat.is_cuda else None
+        if on_stream is not None:
+            on_stream.record()  # the copy to the host comes after what backward has enqueued
+        wires: list[tuple[Wire, torch.Tensor, Any]] = []
+
+        def start() -> Work:
+            if on_stream is not None:
+                on_stream.synchronize()
+            if self._predivide != 1.0:
+                flat.mul_(1.0 / self._predivide)
+            compressed, context = self._compression.compress(flat)
+            wire = Wire(compressed, in_place=True, device=wire_device(backend, flat))
+            wire.widen(backend.reduce_dtypes)
+            wires.append((wire, compressed, context))
+            return backend.allreduce(wire.flat, ReduceOp.SUM, group, bucket.name)
+
+        def finish() -> None:
+            wire, compressed, context = wires[0]
+            wire.result()
+            if compressed is not flat:
+                flat.copy_(self._compression.decompress(compressed, context))
+            if self._predivide != 1.0:
+                flat.mul_(self._predivide / group.size)
+            elif self._average:
+                divide_(flat if not flat.is_complex() else torch.view_as_real(flat), group.size)
+
+        inline = backend.matches_by_name or (flat.device.type != "cpu" and not staged)
+        return Task(start, finish, inline)
+
+    def finish(self) -> None:
+        """Reduce what has come since the last call, zeros for what has not, and wait.
+
+        All ranks must call it. Afterwards every parameter's ``grad`` is the reduced gradient, and
+        None where no rank had one.
+
+        Raises:
+            HorovodInternalError: a peer failed, came too late, or has other parameters.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"Parameter {name!r} was frozen when DistributedOptimizer was made and requires"
+                    " a gradient now, which would not be reduced. Wrap the optimizer again after "
+                    "changing requires_grad."
+                )
+        try:
+            if self._runtime is None or self._runtime is not basics.runtime():
+                self._make_plan()
+            absent = self._complete_buckets()
+            sparse = [w for w in self._watched if w.sparse_dim and w.view is None]
+            gathers = [self._gather_sparse(w) for w in sparse]
+            runtime = self._runtime
+            assert runtime is not None
+            for task in self._tasks:
+                runtime.engine.wait(task).result()
+            for finish_sparse in gathers:
+                finish_sparse()
+            self._publish(absent)
+        finally:
+            self._reset()
+
+    def _complete_buckets(self) -> list[tuple[Bucket, int]]:
+        """Fill in what is missing, launch what is not launched; return what this rank lacks."""
+        absent: list[tuple[Bucket, int]] = []
+        for bucket in self._buckets[self._next :]:
+            if bucket.missing:
+                for position, watched in enumerate(self._members[bucket]):
+                    if watched.ready:
+                        continue
+                    view, gradient = watched.view, watched.parameter.grad
+                    assert view is not None
+                    if gradient is None:
+                        view.zero_()
+                        bucket.flags[position] = 0
+                        absent.append((bucket, position))
+                    elif gradient is not view:
+                        _adopt(watched, view)
+        with self._lock:
+            while self._next < len(self._buckets):
+                self._launch()
+        return absent
+
+    def _publish(self, absent: Sequence[tuple[Bucket, int]]) -> None:
+        """Make the reduced views the gradients."""
+        for bucket in self._buckets:
+            for watched in self._members[bucket]:
+                parameter, view = watched.parameter, watched.view
+                if parameter.grad is not view:
+                    parameter.grad = view
+                if watched.sparse_dim:
+                    assert view is not None
+                    parameter.grad = view.to_sparse(watched.sparse_dim)
+        for bucket, position in absent:
+            if not bucket.flags[position].item():
+                self._members[bucket][position].parameter.grad = None
+
+    def _reset(self) -> None:
+        for watched in self._watched:
+            watched.passes_left = self._passes
+            watched.ready = False
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.views)
+            bucket.flags.fill_(1)
+        self._arrived = []
+        self._tasks = []
+        self._next = 0
+        self.dirty = False
+
+    def _gather_sparse(self, watched: _Watched) -> Callable[[], None]:
+        """Start gathering a sparse gradient's indices and values; return what ends it."""
+        runtime, group = self._runtime, self._group
+        assert runtime is not None
+        assert group is not None
+        parameter, dims = watched.parameter, watched.sparse_dim
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.sparse_coo_tensor(
+                torch.empty(dims, 0, dtype=torch.int64),
+                parameter.new_empty(0, *parameter.shape[dims:]),
+                parameter.shape,
+                device=parameter.device,
+            )
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(dims)
+        gradient = gradient.coalesce()
+        name = f"sparse.{watched.name}"
+        values, context = self._compression.compress(gradient.values())
+        handles = [
+            allgather_async(gradient.indices().t(), f"{name}.indices", self._process_set),
+            allgather_async(values, f"{name}.values", self._process_set),
+        ]
+
+        def finish_sparse() -> None:
+            indices, gathered = (synchronize(handle) for handle in handles)
+            total = self._compression.decompress(gathered, context)
+            if self._average:
+                total = total / group.size
+            parameter.grad = torch.sparse_coo_tensor(
+                indices.t(), total, parameter.shape, device=parameter.device
+            ).coalesce()
+
+        return finish_sparse
+
+
+def _adopt(watched: _Watched, view: torch.Tensor) -> None:
+    """Copy a gradient into its view and make the view the gradient."""
+    gradient = watched.parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        if not watched.sparse_dim:
+            warnings.warn(
+                f"The gradient of {watched.name!r} is sparse, but was not on any rank in the first "
+                "step, when that was agreed. It is reduced as a dense one.",
+                stacklevel=2,
+            )
+        gradient = gradient.to_dense()
+    view.copy_(gradient.detach())
+    watched.parameter.grad = view
+
