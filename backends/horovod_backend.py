@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from unidist.backends.base import Backend, Capability, Group, ReduceOp, Rows, Work
 from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
-from unidist.backends.mpi_job import check_world
+from unidist.backends.mpi_job import check_world, load_mpi
 from unidist.backends.torch_backend import TorchWork, connect_store, open_store
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ class HorovodBackend(Backend):
                 "`mpirun`, or stay with torchrun and the torch backend."
             )
         self.timeout = timedelta(seconds=timeout)
+        if launch.launcher in ("mpirun", "srun") and hvd.mpi_built():
+            # Horovod finalises an MPI that it initialised itself, and could not start again.
+            with suppress(BackendUnavailable):
+                load_mpi("The horovod backend")
         # Process sets can then be added at any time, as on the other engines.
         hvd.init(comm, process_sets="dynamic")
         size, rank = hvd.size(), hvd.rank()

@@ -41,6 +41,9 @@ _OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 
+# Its name since torch 2.13, and before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # What gloo and NCCL both reduce, in every torch since 2.4.
 _REDUCE_DTYPES = frozenset(
     {
@@ -259,7 +262,7 @@ class TorchBackend(Backend):
     ) -> Work:
         what = f"allgather {name!r}"
         if len(set(counts)) == 1:
-            work = dist.all_gather_into_tensor(output, tensor, group.native, async_op=True)
+            work = _all_gather_single(output, tensor, group.native, async_op=True)
             return TorchWork(work, what, (output, tensor))
         # Neither gloo nor NCCL gathers uneven parts: each rank broadcasts its own.
         parts = output.split(list(counts))

@@ -116,7 +116,6 @@ def train(
     args: argparse.Namespace,
 ) -> None:
     model.train()
-    loader.sampler.set_epoch(epoch)  # shuffle differently each epoch, equally on all ranks
     # A bar that redraws itself belongs on a terminal. In a log it becomes a line per report.
     terminal = sys.stderr.isatty()
     bar = tqdm(
@@ -146,8 +145,8 @@ def train(
                 print(bar, file=sys.stderr, flush=True)
     bar.close()
     synchronise(device)
-    speed = torch.tensor(measured / (time.perf_counter() - started), dtype=torch.float64)
-    speed = hvd.allreduce(speed, op=hvd.Sum, name="speed").item()  # all ranks' images per second
+    own = torch.tensor(measured / (time.perf_counter() - started))
+    speed = hvd.allreduce(own, op=hvd.Sum, name="speed").item()  # all ranks' images per second
     mean = hvd.allreduce(total / steps, name="train_loss").item()  # mean over the ranks too
     if hvd.rank() == 0:  # one rank reports
         print(f"Epoch {epoch}: training loss {mean:.4f}, {speed:.1f} images/s on all ranks")
@@ -230,7 +229,9 @@ def main() -> None:
 
     train_set, test_set = load_data(args)
     # Each rank draws its own part of the data.
-    sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), seed=args.seed)
+    sampler: DistributedSampler = DistributedSampler(
+        train_set, hvd.size(), hvd.rank(), seed=args.seed
+    )
     loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, pin_memory=use_cuda, drop_last=True
     )
@@ -267,6 +268,7 @@ def main() -> None:
         if steps <= 0:
             break
         left -= steps
+        sampler.set_epoch(epoch)  # shuffle differently each epoch, equally on all ranks
         train(epoch, steps, model, optimizer, loader, device, args)
         loss, accuracy = evaluate(model, test_set, device, args)
         if hvd.rank() == 0:  # one rank reports

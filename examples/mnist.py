@@ -174,7 +174,6 @@ def train(
     log_interval: int,
 ) -> None:
     model.train()
-    loader.sampler.set_epoch(epoch)  # shuffle differently each epoch, equally on all ranks
     started = time.perf_counter()
     # A bar that redraws itself belongs on a terminal. In a log it becomes a line per report.
     terminal = sys.stderr.isatty()
@@ -270,7 +269,9 @@ def main() -> None:
 
     train_set, test_set = load_data(args)
     # Each rank draws its own part of the data.
-    sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), seed=args.seed)
+    sampler: DistributedSampler = DistributedSampler(
+        train_set, hvd.size(), hvd.rank(), seed=args.seed
+    )
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, pin_memory=use_cuda)
 
     torch.manual_seed(args.seed)
@@ -306,6 +307,7 @@ def main() -> None:
         if steps <= 0:
             break
         left -= steps
+        sampler.set_epoch(epoch)  # shuffle differently each epoch, equally on all ranks
         train(epoch, steps, model, optimizer, loader, device, args.log_interval)
         loss, accuracy = evaluate(model, test_set, args.test_batch_size, device)
         if hvd.rank() == 0:  # one rank reports

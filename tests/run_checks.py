@@ -27,7 +27,7 @@ from checks import CHECKS, support
 UNUSABLE = 70
 
 #: a check that takes longer than this prints all stacks and ends its process
-CHECK_SECONDS = 90.0
+CHECK_SECONDS = 60.0
 
 OK = "ok"
 

@@ -71,6 +71,11 @@ def runtime() -> Runtime:
     return _runtime
 
 
+def current() -> Runtime | None:
+    """The live runtime, or None."""
+    return _runtime
+
+
 def init(
     comm: Sequence[int] | Any = None,
     process_sets: Sequence[ProcessSet] | str | None = None,

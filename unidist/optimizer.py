@@ -71,7 +71,8 @@ class DistributedMixin:
     def add_param_group(self, param_group: Any) -> None:
         """Add parameters, whose gradients are reduced from then on. All ranks must call it."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._unidist.add_group(len(self.param_groups) - 1)  # type: ignore[attr-defined]
+        groups = self.param_groups  # type: ignore[attr-defined]
+        self._unidist.add_group(len(groups) - 1, groups[-1]["params"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or pickle has parameters of its own, which no hook watches: it is the plain
@@ -103,12 +104,9 @@ class _Distribution:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        named: Named,
         reducer: Reducer | None,
         deltas: DeltaReducer | None,
     ) -> None:
-        self._optimizer = optimizer
         self._reducer = reducer
         self._deltas = deltas
         self._skip = False
@@ -147,12 +145,11 @@ class _Distribution:
     def discard(self) -> None:
         """Make it legal to forget gradients: what peers are waiting for is reduced first."""
         if self._reducer is not None and self._reducer.dirty:
-            self._reducer.finish()
+            self._reducer.discard()
         self._synchronized = False
 
-    def add_group(self, index: int) -> None:
-        group = self._optimizer.param_groups[index]["params"]
-        named = [(f"allreduce.noname.{index}.{i}", p) for i, p in enumerate(group)]
+    def add_group(self, index: int, parameters: Sequence[torch.nn.Parameter]) -> None:
+        named = [(f"allreduce.noname.{index}.{i}", p) for i, p in enumerate(parameters)]
         if self._reducer is not None:
             self._reducer.add(named)
         if self._deltas is not None:
@@ -395,7 +392,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     base = type(optimizer)
     optimizer.__class__ = _distributed_class(base)
-    distribution = _Distribution(optimizer, named, reducer, deltas)
+    distribution = _Distribution(reducer, deltas)
     optimizer._unidist = distribution  # type: ignore[attr-defined]
     _redirect_patched_step(optimizer, distribution)
     return optimizer

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class _Watched:
         "parameter",
         "passes_left",
         "ready",
+        "seen",
         "sparse_dim",
         "view",
     )
@@ -57,6 +59,8 @@ class _Watched:
         self.group: int | None = None
         self.passes_left = passes
         self.ready = False
+        #: the gradient at the time it was ready, where there is no view to tell it by
+        self.seen: torch.Tensor | None = None
         #: sparse dimensions of its gradient, 0 for a dense one; agreed with the plan
         self.sparse_dim = 0
         self.bucket: Bucket | None = None
@@ -122,7 +126,7 @@ class Reducer:
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         """Watch further parameters; the plan is agreed anew at the next reduction."""
-        self.finish()
+        self.discard()
         self._watch(named)
         self._forget_plan()
 
@@ -131,6 +135,9 @@ class Reducer:
         for watched in self._watched:
             watched.hook.remove()
 
+    def __del__(self) -> None:
+        self.close()
+
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes before the gradients are reduced."""
         self._passes = passes
@@ -138,28 +145,43 @@ class Reducer:
             watched.passes_left = passes
 
     def _hook(self, watched: _Watched) -> Callable[[torch.Tensor], None]:
+        # The parameter outlives the optimizer, whose hooks must not be kept alive by it.
+        reference = weakref.ref(self)
+
         def gradient_is_there(parameter: torch.Tensor) -> None:
-            self.dirty = True
-            left = watched.passes_left = watched.passes_left - 1
-            if left < 0:
+            reducer = reference()
+            if reducer is not None:
+                reducer._arrive(watched, parameter.grad)
+
+        return gradient_is_there
+
+    def _arrive(self, watched: _Watched, gradient: torch.Tensor | None) -> None:
+        view = watched.view
+        left = watched.passes_left - 1
+        if left < 0:
+            if gradient is (watched.seen if view is None else view):
                 raise AssertionError(
                     f"The gradient of {watched.name!r} was computed more than "
                     f"backward_passes_per_step ({self._passes}) times before optimizer.step(). "
                     "Increase backward_passes_per_step to accumulate gradients locally, or call "
                     "optimizer.zero_grad() or optimizer.synchronize() to discard the earlier ones."
                 )
-            view = watched.view
-            if view is None:  # no plan yet, or sparse
-                if left == 0 and not watched.ready:
-                    watched.ready = True
-                    self._arrived.append(watched.index)
-                return
-            if parameter.grad is not view:
-                _adopt(watched, view)
+            # The earlier gradients were taken away without a step: another optimizer's
+            # zero_grad, or model.zero_grad().
+            self.discard()
+            left = self._passes - 1
+        watched.passes_left = left
+        self.dirty = True
+        if view is None:  # no plan yet, or sparse
             if left == 0:
-                self._ready(watched)
-
-        return gradient_is_there
+                watched.ready = True
+                watched.seen = gradient
+                self._arrived.append(watched.index)
+            return
+        if gradient is not view:
+            _adopt(watched, view)
+        if left == 0:
+            self._ready(watched)
 
     def _ready(self, watched: _Watched) -> None:
         assert watched.bucket is not None
@@ -338,6 +360,23 @@ class Reducer:
         finally:
             self._reset()
 
+    def discard(self) -> None:
+        """Finish what is under way and forget it; gradients are left as they are.
+
+        Peers may be waiting for buckets that this rank has not launched, so all are launched. All
+        ranks must call it.
+        """
+        runtime = self._runtime
+        try:
+            if runtime is not None and self.dirty and runtime is basics.current():
+                with self._lock:
+                    while self._next < len(self._buckets):
+                        self._launch()
+                for task in self._tasks:
+                    runtime.engine.wait(task).result()
+        finally:
+            self._reset()
+
     def _complete_buckets(self) -> list[tuple[Bucket, int]]:
         """Fill in what is missing, launch what is not launched; return what this rank lacks."""
         absent: list[tuple[Bucket, int]] = []
@@ -377,6 +416,7 @@ class Reducer:
         for watched in self._watched:
             watched.passes_left = self._passes
             watched.ready = False
+            watched.seen = None
         for bucket in self._buckets:
             bucket.missing = len(bucket.views)
             bucket.flags.fill_(1)

@@ -484,7 +484,7 @@ def check_closure(hvd: Any) -> None:
 
         loss = optimizer.step(closure)
         assert len(calls) == 1, f"the closure was called {len(calls)} times"
-        assert float(loss) == calls[0]
+        assert loss.item() == calls[0]
     same_weights(model, reference(hvd.size(), steps=3))
 
 

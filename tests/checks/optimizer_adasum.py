@@ -122,7 +122,7 @@ def check_closure(hvd: Any) -> None:
 
         loss = optimizer.step(closure)
         assert len(calls) == 1
-        assert float(loss) == calls[0]
+        assert loss.item() == calls[0]
     _compare(model, _reference(hvd.size(), _sgd, 2))
     same_on_all_ranks(*model.parameters())
 
