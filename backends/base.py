@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-
 from unidist.backends.errors import HorovodInternalError
 
 if TYPE_CHECKING:
@@ -169,6 +168,7 @@ class Backend(ABC):
 
     def abort(self) -> None:
         """End all ranks of the job at once, if the engine has a way to; else do nothing."""
+        return
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group:

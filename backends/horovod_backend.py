@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
 from unidist.backends.base import Backend, Capability, Group, ReduceOp, Rows, Work
 from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
 from unidist.backends.mpi_job import check_world, load_mpi
@@ -42,9 +41,7 @@ _OPS = {
     ReduceOp.ADASUM: hvd.Adasum,
 }
 
-_REDUCE_DTYPES = frozenset(
-    {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
-)
+_REDUCE_DTYPES = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, torch.float64})
 
 
 class _HorovodWork(Work):
@@ -145,7 +142,7 @@ class HorovodBackend(Backend):
             "nccl": cuda,
         }
         self.transports = frozenset(name for name, there in enabled.items() if there)
-        self._side = self._connect_side_group() if size > 1 else None
+        self._side: Any = self._connect_side_group() if size > 1 else None
 
     def _connect_side_group(self) -> Any:
         """Connect all ranks through gloo, for what Horovod does not have."""
@@ -188,9 +185,7 @@ class HorovodBackend(Backend):
         what = f"allreduce {name!r}"
         handle = _native(
             what,
-            lambda: hvd.allreduce_async_(
-                tensor, name=name, op=_OPS[op], process_set=group.native
-            ),
+            lambda: hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=group.native),
         )
         return _HorovodWork(handle, what, tensor)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
 from unidist.backends.base import Backend, Capability, Group, ReduceOp, Work, WorkGroup
 from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
 from unidist.backends.mpi_job import abort_mpi_job, check_world, load_mpi
@@ -175,7 +174,7 @@ class TorchBackend(Backend):
                     f"s: {error}. If the hosts have several network interfaces, set "
                     "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one that they share."
                 ) from error
-            native = dist.group.WORLD
+            native: Any = dist.group.WORLD
         else:
             # The script made the default group; a clone keeps its collectives apart from ours.
             native = dist.new_group(timeout=self.timeout)

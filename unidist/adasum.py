@@ -102,7 +102,7 @@ def _swap(
 
 
 def _parts(length: int, start: int, ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut ``length`` elements that begin at ``start`` of the whole by tensor: (index, low, high)."""
+    """Cut ``length`` elements from ``start`` of the whole by tensor: (index, low, high)."""
     begin = 0
     for index, end in enumerate(ends):
         low, high = max(begin, start) - start, min(end, start + length) - start
@@ -111,9 +111,7 @@ def _parts(length: int, start: int, ends: Sequence[int]) -> Iterator[tuple[int, 
         begin = end
 
 
-def _products(
-    a: torch.Tensor, b: torch.Tensor, start: int, ends: Sequence[int]
-) -> torch.Tensor:
+def _products(a: torch.Tensor, b: torch.Tensor, start: int, ends: Sequence[int]) -> torch.Tensor:
     """(a·b, |a|², |b|²) of each tensor's part, in double; shape (tensors, 3)."""
     products = torch.zeros(len(ends), 3, dtype=torch.float64)
     for index, low, high in _parts(a.numel(), start, ends):

@@ -152,8 +152,7 @@ def _locate(engine: Backend, launch: Launch) -> Place:
     """Agree on who shares a node. Launchers tell their local ranks, or host names do."""
     mine = [launch.local_rank, launch.cross_rank, socket.gethostname()]
     peers = [
-        json.loads(record)
-        for record in engine.exchange(json.dumps(mine).encode(), engine.world)
+        json.loads(record) for record in engine.exchange(json.dumps(mine).encode(), engine.world)
     ]
     told = all(local is not None for local, _, _ in peers)
     # The launcher's own index of the node is better than a name: two agents may share a host.
@@ -335,4 +334,3 @@ def rocm_built() -> bool:
     import torch
 
     return torch.version.hip is not None
-

@@ -7,7 +7,6 @@ a difference between ranks is an error that names it, before any data moves.
 
 from __future__ import annotations
 
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

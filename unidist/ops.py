@@ -417,9 +417,7 @@ def grouped_allreduce_async_(
 # -- allgather --------------------------------------------------------------------------------
 
 
-def _allgather_task(
-    tensor: Any, name: str | None, process_set: ProcessSet
-) -> tuple[Runtime, Task]:
+def _allgather_task(tensor: Any, name: str | None, process_set: ProcessSet) -> tuple[Runtime, Task]:
     runtime = basics.runtime()
     group = member_group(process_set, "allgather")
     backend = runtime.backend
@@ -509,8 +507,7 @@ def allgather(
         output: torch.Tensor = _Allgather.apply(tensor, name, process_set)
         return output
     runtime, task = _allgather_task(tensor, name, process_set)
-    output = runtime.engine.run(task).result()
-    return output
+    return runtime.engine.run(task).result()
 
 
 def allgather_async(
@@ -611,8 +608,7 @@ def broadcast(
         output: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
         return output
     runtime, task = _broadcast_task(tensor, root_rank, name, process_set, False)
-    output = runtime.engine.run(task).result()
-    return output
+    return runtime.engine.run(task).result()
 
 
 def broadcast_async(

@@ -8,6 +8,7 @@ hold it go on holding the right object, and no constructor runs a second time.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -280,7 +281,7 @@ def _resolve_groups(
         if not count:
             return []
         bounds = [len(trainable) * i // count for i in range(count + 1)]
-        return [trainable[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [trainable[a:b] for a, b in itertools.pairwise(bounds)]
     if not isinstance(groups, (list, tuple)) or any(
         not isinstance(group, (list, tuple)) or any(not isinstance(t, torch.Tensor) for t in group)
         for group in groups
@@ -297,15 +298,15 @@ def _resolve_groups(
             if tensor in seen:
                 raise ValueError(
                     "A parameter can only appear once in groups, but "
-                    f"{name_of.get(tensor, 'one')!r} appears more than once."  # type: ignore[arg-type]
+                    f"{name_of.get(tensor, 'one')!r} appears more than once."
                 )
             seen.add(tensor)
         # Tensors that are not this optimizer's are ignored, as in Horovod.
-        result.append([name_of[t] for t in group if t in name_of])  # type: ignore[index]
+        result.append([name_of[t] for t in group if t in name_of])
     return result
 
 
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -364,7 +365,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     _check_passes(backward_passes_per_step)
     if isinstance(optimizer, DistributedMixin):  # wrapped again: the new options count
         optimizer._unidist.close()
-        optimizer.__class__ = optimizer._unidist_base
+        optimizer.__class__ = optimizer._unidist_base  # type: ignore[assignment]
     named = _name_parameters(optimizer, named_parameters)
     grouped = _resolve_groups(groups, num_groups, named)
 
@@ -390,7 +391,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             sparse_as_dense,
             process_set,
         )
-    base = type(optimizer)
+    base: Any = type(optimizer)
     optimizer.__class__ = _distributed_class(base)
     distribution = _Distribution(reducer, deltas)
     optimizer._unidist = distribution  # type: ignore[attr-defined]
@@ -398,9 +399,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return optimizer
 
 
-def _redirect_patched_step(
-    optimizer: torch.optim.Optimizer, distribution: _Distribution
-) -> None:
+def _redirect_patched_step(optimizer: torch.optim.Optimizer, distribution: _Distribution) -> None:
     """Let a step that was replaced on the object itself go through the reduction.
 
     A learning rate scheduler that was made before wrapping has put a counting wrapper of the old

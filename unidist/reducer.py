@@ -4,8 +4,8 @@ A step on every rank ::
 
     backward ─ hook(p) ─ hook(p) ─ hook(p) ─ …          gradient moves into its view, bucket counts
                   │ bucket 0 full       │ bucket 1 full
-    engine        └─ all-reduce 0 ──────└─ all-reduce 1 ─ …          in index order on every rank
-    synchronize()                                 └─ zeros for what is missing, launch the rest, wait
+    engine        └─ all-reduce 0 ──────└─ all-reduce 1 ─ …         in index order on every rank
+    synchronize()                             └─ zeros for what is missing, launch the rest, wait
 
 The first ``synchronize`` agrees on the plan with one control message: same parameters everywhere,
 the order in which gradients came on rank 0, and which of them are sparse. Later steps add none.
@@ -212,9 +212,7 @@ class Reducer:
         order, sparse, dense = self._agree(group)
         for watched in self._watched:
             watched.sparse_dim = sparse.get(watched.index, 0)
-        bucketed = [
-            i for i in order if self._sparse_as_dense or not self._watched[i].sparse_dim
-        ]
+        bucketed = [i for i in order if self._sparse_as_dense or not self._watched[i].sparse_dim]
         shapes = [
             Shape(
                 w.parameter.numel() * w.parameter.element_size(),
@@ -224,9 +222,7 @@ class Reducer:
             for w in self._watched
         ]
         limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or BUCKET_BYTES)
-        for number, members in enumerate(
-            plan(shapes, bucketed, min(FIRST_BUCKET_BYTES, limit), limit)
-        ):
+        for members in plan(shapes, bucketed, min(FIRST_BUCKET_BYTES, limit), limit):
             inside = [self._watched[i] for i in members]
             bucket = Bucket(
                 [w.parameter for w in inside],
@@ -475,4 +471,3 @@ def _adopt(watched: _Watched, view: torch.Tensor) -> None:
         gradient = gradient.to_dense()
     view.copy_(gradient.detach())
     watched.parameter.grad = view
-

@@ -34,7 +34,7 @@ class Transport(Protocol):
 
 def wire(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a flat contiguous CPU tensor of any dtype, without a copy."""
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 class _Sent:
