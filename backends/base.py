@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+
 from unidist.backends.errors import HorovodInternalError
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from unidist.backends.algorithms.ring import ring_allreduce
 from unidist.backends.algorithms.transport import wire
 from unidist.backends.base import Backend, Completed, Group, ReduceOp, Work

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from unidist.backends.base import Backend, Capability, Completed, Group, ReduceOp, Work
 from unidist.backends.errors import LaunchError
 

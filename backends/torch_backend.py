@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
 from unidist.backends.base import Backend, Capability, Group, ReduceOp, Work, WorkGroup
 from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
 from unidist.backends.mpi_job import abort_mpi_job, check_world, load_mpi

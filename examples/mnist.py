@@ -251,6 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data-dir", type=Path, default=Path("data"), help="where MNIST is, or is downloaded to")
     add("--synthetic", action="store_true", help="random images: no data needed, nothing learnt")
     add("--max-steps", type=int, help="stop after so many steps")
+    add("--save", type=Path, help="write the trained model's state_dict to this file")
     add("--backend", help="engine: torch, horovod, mpi or serial; None: the launcher's own")
     return parser.parse_args()
 
@@ -312,6 +313,9 @@ def main() -> None:
         loss, accuracy = evaluate(model, test_set, args.test_batch_size, device)
         if hvd.rank() == 0:  # one rank reports
             print(f"Epoch {epoch}: test loss {loss:.4f}, accuracy {accuracy:.2%}", flush=True)
+
+    if args.save is not None and hvd.rank() == 0:  # one rank writes
+        torch.save(model.state_dict(), args.save)
 
     # The proof that the ranks trained one model: the same bits everywhere.
     fingerprints = hvd.allgather_object(fingerprint(model))

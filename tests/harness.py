@@ -375,18 +375,21 @@ ENGINES = {
     )
 }
 
-# Asked in a process of its own: importing mpi4py.MPI here would start MPI under pytest.
+# Asked in a process of its own: connecting starts MPI and Horovod. A world of one is connected,
+# since some libraries are looked for only then.
 _PROBE = """
 import json, sys
-from unidist.backends import BACKENDS, create
+import unidist
+from unidist.backends import BACKENDS
 found = {}
-for name in BACKENDS:
+for name in sorted(BACKENDS, key="horovod".__eq__):  # last: it may finalise MPI for good
     try:
-        create(name)
+        unidist.init(backend=name, timeout=60)
+        unidist.shutdown()
         found[name] = None
     except ImportError as error:
         found[name] = str(error)
-if found.get("horovod", "") is None:
+if found["horovod"] is None:
     import horovod.torch as hvd
     for part in ("gloo", "mpi"):
         built = getattr(hvd, part + "_built")()

@@ -49,7 +49,7 @@ def _probe(hvd: Any, index: int) -> None:
 
 
 def main() -> None:
-    address, module, *names = sys.argv[1:]
+    address, module = sys.argv[1:]
     rank = int(os.environ["UNIDIST_TEST_RANK"])
     size = int(os.environ["UNIDIST_TEST_SIZE"])
     torch.set_num_threads(1)
@@ -59,6 +59,7 @@ def main() -> None:
     hvd = importlib.import_module(module)
     outcome = _attempt(support.connect, hvd)
     channel.use("launch")
+    names = channel.hear("checks").split()
     if any(one != OK for one in channel.everyone("connected", outcome, CHECK_SECONDS)):
         _leave()
 

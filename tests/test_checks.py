@@ -88,10 +88,11 @@ def _run_launch(
     """One launch; files the outcomes in ``cell``. Returns the checks that were begun."""
     row = harness.ENGINES[engine]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("launch/checks", " ".join(names))
     result = harness.launch(
         row.launcher,
         size,
-        [harness.REPOSITORY / "tests" / "run_checks.py", f"127.0.0.1:{store.port}", MODULE, *names],
+        [harness.REPOSITORY / "tests" / "run_checks.py", f"127.0.0.1:{store.port}", MODULE],
         environment={"UNIDIST_TEST_BACKEND": row.backend},
         timeout=120 + 4 * len(names),
         check=False,
@@ -151,10 +152,12 @@ def matrix(request: pytest.FixtureRequest) -> Iterator[Matrix]:
             selected.setdefault(key, []).append(parameters["check"])
     matrix = Matrix(selected)
     yield matrix
-    if request.config.get_verbosity() > 1:
+    if request.config.get_verbosity() > 0:
         for (engine, size), cell in matrix._cells.items():
-            slow = sorted(cell.seconds.items(), key=lambda pair: -pair[1])[:5]
-            print(f"\n{engine}-{size}: slowest", ", ".join(f"{n} {s:.1f} s" for n, s in slow))
+            slow = sorted(cell.seconds.items(), key=lambda pair: -pair[1])[:12]
+            total = sum(cell.seconds.values())
+            shown = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slow)
+            print(f"\n{engine}-{size}: {total:.1f} s in checks; slowest {shown}")
 
 
 @pytest.mark.parametrize(

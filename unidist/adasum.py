@@ -75,7 +75,7 @@ def adasum_(flat: torch.Tensor, sizes: Sequence[int], backend: Backend, group: G
         bit = 1
         while bit <= level:
             other = torch.empty_like(products)
-            _swap(backend, group, rank ^ bit, products, other)
+            _swap(backend, group, rank ^ bit, products.view(-1), other.view(-1))
             products += other
             bit *= 2
         _combine(mine, theirs, keep.start, ends, products, mine_is_first)

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 from unidist.backends.algorithms.transport import NOTHING, Request, Transport, wire
 
 #: bytes of one segment: large enough to hide the call's overhead, small enough for the L2 cache

@@ -125,16 +125,21 @@ def check_empty(hvd: Any) -> None:
 
 def _layouts(rank: int) -> dict[str, torch.Tensor]:
     """Tensors that do not lie in memory one element after the other."""
-    base = values(rank, (6, 8), torch.float32)
-    image = values(rank, (2, 3, 4, 5), torch.float32)
+
+    def base() -> torch.Tensor:
+        return values(rank, (6, 8), torch.float32)
+
+    def image() -> torch.Tensor:
+        return values(rank, (2, 3, 4, 5), torch.float32)
+
     return {
-        "column": base[:, 3],
-        "every second": base.reshape(-1)[::2],
-        "transposed": base.t(),
-        "block": base[1:4, 2:7],
-        "permuted": image.permute(3, 0, 2, 1),
-        "channels_last": image.contiguous(memory_format=torch.channels_last),
-        "offset": base.reshape(-1)[5:],
+        "column": base()[:, 3],
+        "every second": base().reshape(-1)[::2],
+        "transposed": base().t(),
+        "block": base()[1:4, 2:7],
+        "permuted": image().permute(3, 0, 2, 1),
+        "channels_last": image().contiguous(memory_format=torch.channels_last),
+        "offset": base().reshape(-1)[5:],
     }
 
 
