@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,8 +171,15 @@ class Backend(ABC):
         """Release everything ``init`` and ``new_group`` made. Callable once per ``init``."""
 
     def abort(self) -> None:
-        """End all ranks of the job at once, if the engine has a way to; else do nothing."""
-        return
+        """End the job after a failure on this rank; does not return.
+
+        Ends this process at once: an orderly exit would wait for peers that wait for this rank.
+        The launcher, or the broken connection, ends the others.
+        """
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group:

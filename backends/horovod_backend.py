@@ -7,8 +7,6 @@ so it exists under every launcher that Horovod knows.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -160,12 +158,6 @@ class HorovodBackend(Backend):
     def shutdown(self) -> None:
         self._side = None
         hvd.shutdown()
-
-    def abort(self) -> None:
-        # An orderly exit would wait in Horovod's shutdown for ranks that wait for this one.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         me = self.world.me

@@ -180,6 +180,7 @@ class MpiBackend(Backend):
 
     def abort(self) -> None:
         abort_mpi_job()
+        super().abort()
 
     def abandon(self, requests: Sequence[Any]) -> None:
         """Keep the requests of a failed operation, and with them the memory MPI may still use."""

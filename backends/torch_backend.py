@@ -178,7 +178,7 @@ class TorchBackend(Backend):
             native: Any = dist.group.WORLD
         else:
             # The script made the default group; a clone keeps its collectives apart from ours.
-            native = dist.new_group(timeout=self.timeout)
+            native = dist.new_group(timeout=self.timeout, backend=self._native_backends(launch))
             self._groups.append(native)
         uses_nccl = "nccl" in str(dist.get_backend_config(native))
         self.transports = frozenset({"gloo", "nccl"} if uses_nccl else {"gloo"})
@@ -228,6 +228,7 @@ class TorchBackend(Backend):
 
     def abort(self) -> None:
         abort_mpi_job()
+        super().abort()
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         native = dist.new_group(list(ranks), timeout=self.timeout)

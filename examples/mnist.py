@@ -82,10 +82,11 @@ def download_mnist(data_dir: Path) -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(15)  # torchvision sets none: a silent network would hang the job
     try:
-        target = data_dir / "MNIST" / "raw"
-        target.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=data_dir) as aside:
             raw = Path(MNIST(aside, download=True).raw_folder)
+            target = data_dir / "MNIST" / "raw"
+            target.mkdir(parents=True, exist_ok=True)
             for name in FILES:
                 os.replace(raw / name, target / name)
     finally:
@@ -238,7 +239,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--batch-size", type=int, default=64, help="images per step and rank")
     add("--test-batch-size", type=int, default=1000, help="images per evaluation step and rank")
-    add("--epochs", type=int, default=3, help="passes over the training set")
+    add("--epochs", type=int, default=5, help="passes over the training set")
     add("--lr", type=float, default=0.02, help="learning rate of one rank")
     add("--momentum", type=float, default=0.9, help="momentum of SGD")
     add("--seed", type=int, default=42, help="of weights, data order and dropout")

@@ -214,7 +214,7 @@ def _install_excepthook() -> None:
     def ends_the_job(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         previous(kind, value, trace)
         live = _runtime
-        if live is None:
+        if live is None or hasattr(sys, "ps1"):  # an interactive session goes on
             return
         world = live.backend.world
         print(

@@ -50,14 +50,14 @@ class DistributedMixin:
         """Set how many backward passes are accumulated before the gradients are reduced."""
         self._unidist.set_passes(passes)
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients, then step. All ranks must call it.
 
         With a closure, the gradients that each call of it computes are reduced, too, so optimizers
         that evaluate it several times see the joint loss' gradient every time.
         """
         base = super().step  # type: ignore[misc]
-        return self._unidist.step(base, closure, *args, **kwargs)
+        return self._unidist.step(base, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; a reduction of them that is under way is finished first."""
@@ -156,32 +156,32 @@ class _Distribution:
         if self._deltas is not None:
             self._deltas.add(named)
 
-    def step(
-        self,
-        base: Callable[..., Any],
-        closure: Callable[[], Any] | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def step(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``step`` on reduced gradients, or combine the change that it makes."""
         if self._stepping:  # the user's step() calls itself
-            return base(*_with_closure(closure), *args, **kwargs)
+            return base(*args, **kwargs)
         self._stepping = True
         try:
             if self._deltas is not None:
                 self._deltas.begin()
-                value = base(*_with_closure(closure), *args, **kwargs)
+                value = base(*args, **kwargs)
                 self._deltas.finish()
                 return value
             if self._reducer is not None and not self._skip:
+                closure = kwargs.get("closure", args[0] if args else None)
                 self._reduce_before_step(closure)
-                if closure is not None:
+                if callable(closure):
                     closure = self._reducing(closure)
-            return base(*_with_closure(closure), *args, **kwargs)
+                    if "closure" in kwargs:
+                        kwargs["closure"] = closure
+                    else:
+                        args = (closure, *args[1:])
+            return base(*args, **kwargs)
         finally:
             self._stepping = False
             self._synchronized = False
 
-    def _reduce_before_step(self, closure: Callable[[], Any] | None) -> None:
+    def _reduce_before_step(self, closure: Any) -> None:
         reducer = self._reducer
         assert reducer is not None
         if self._synchronized and not reducer.dirty:
@@ -192,7 +192,7 @@ class _Distribution:
                 "optimizer.step()",
                 stacklevel=4,
             )
-        elif closure is None or reducer.dirty:
+        elif not callable(closure) or reducer.dirty:
             reducer.finish()
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -206,11 +206,6 @@ class _Distribution:
             return value
 
         return closure_and_reduce
-
-
-def _with_closure(closure: Callable[[], Any] | None) -> tuple[Any, ...]:
-    # Some optimizers' step() takes no closure.
-    return () if closure is None else (closure,)
 
 
 def _check_passes(passes: int) -> None:
@@ -411,8 +406,8 @@ def _redirect_patched_step(optimizer: torch.optim.Optimizer, distribution: _Dist
     base = getattr(patched, "_unidist_patched", patched)
 
     @functools.wraps(base)
-    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        return distribution.step(base, closure, *args, **kwargs)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return distribution.step(base, *args, **kwargs)
 
     step._unidist_patched = base  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]

@@ -248,7 +248,7 @@ class Reducer:
             for w in self._watched
         ]
         options = {
-            "compression": self._compression.__name__,
+            "compression": getattr(self._compression, "__name__", type(self._compression).__name__),
             "op": "Average" if self._average else "Sum",
             "gradient_predivide_factor": self._predivide,
             "groups": digest(sorted(self._group_of.items())),
