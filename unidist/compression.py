@@ -37,7 +37,11 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Casts floating-point tensors to float16; integers pass through."""
+    """Casts floating-point tensors to float16; integers pass through.
+
+    An average is divided before the cast instead of after the sum, so that it cannot overflow
+    where the values themselves do not. Values below size·6e-8 lose precision for it.
+    """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

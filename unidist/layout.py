@@ -27,6 +27,9 @@ _WIDER = {
     torch.bfloat16: torch.float32,
 }
 
+#: integers whose sum over many ranks easily leaves their range
+NARROW_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16})
+
 _SUPPORTED = frozenset(
     {
         torch.uint8,

@@ -28,6 +28,7 @@ from unidist.basics import Runtime
 from unidist.compression import Compression, Compressor
 from unidist.handles import Task
 from unidist.layout import (
+    NARROW_INTEGERS,
     Wire,
     as_bool_op,
     check_reduction,
@@ -106,6 +107,8 @@ def _allreduce_task(
         check_reduction(tensor, op.native, op is Reduction.AVERAGE, kind)
     adasum = op is Reduction.ADASUM
     reducible = ADASUM_DTYPES if adasum else backend.reduce_dtypes
+    if op is Reduction.AVERAGE:
+        reducible -= NARROW_INTEGERS  # their sum may not fit where their average does
     wires = []
     for tensor in tensors:
         wire = Wire(tensor, in_place, wire_device(backend, tensor))
@@ -182,6 +185,12 @@ class _Allreduce(torch.autograd.Function):
         return (None,) * 6 + _Allreduce.apply(ctx.kind, None, *ctx.arguments, *gradients)
 
 
+def is_narrowed(compressed: tuple[torch.Tensor, Any], tensor: torch.Tensor) -> bool:
+    """Whether a compression made a floating-point tensor's elements smaller."""
+    smaller = compressed[0].element_size() < tensor.element_size()
+    return smaller and tensor.is_floating_point() and compressed[0].is_floating_point()
+
+
 def _reduce_new(
     tensors: Sequence[torch.Tensor],
     kind: str,
@@ -197,6 +206,11 @@ def _reduce_new(
     for tensor in tensors:
         check_tensor(tensor, kind)
     pairs = [compression.compress(tensor) for tensor in tensors]
+    if op is Reduction.AVERAGE and tensors and all(map(is_narrowed, pairs, tensors)):
+        # The sum may overflow the narrow type where the average does not.
+        size = member_group(process_set, kind).size
+        pairs = [compression.compress(tensor / size) for tensor in tensors]
+        op = Reduction.SUM
     arguments = (kind, name, op, prescale_factor, postscale_factor, process_set)
     compressed = [pair[0] for pair in pairs]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in compressed):

@@ -59,6 +59,9 @@ class DistributedMixin:
         base = super().step  # type: ignore[misc]
         return self._unidist.step(base, *args, **kwargs)
 
+    # torch wraps a class' step to run the step hooks; the user's class has that wrapper already.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; a reduction of them that is under way is finished first."""
         self._unidist.discard()

@@ -30,8 +30,8 @@ from unidist.basics import Runtime
 from unidist.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Shape, keeps_strides, plan
 from unidist.compression import Compressor
 from unidist.handles import Task
-from unidist.layout import Wire, divide_
-from unidist.ops import allgather_async, synchronize, wire_device
+from unidist.layout import Wire
+from unidist.ops import allgather_async, is_narrowed, synchronize, wire_device
 from unidist.process_sets import ProcessSet, member_group
 
 
@@ -299,12 +299,19 @@ class Reducer:
         if on_stream is not None:
             on_stream.record()  # the copy to the host comes after what backward has enqueued
         wires: list[tuple[Wire, torch.Tensor, Any]] = []
+        predivide = self._predivide
+        if (
+            predivide == 1.0
+            and self._average
+            and is_narrowed(self._compression.compress(flat[:1]), flat)
+        ):
+            predivide = float(group.size)  # the sum may overflow where the average does not
 
         def start() -> Work:
             if on_stream is not None:
                 on_stream.synchronize()
-            if self._predivide != 1.0:
-                flat.mul_(1.0 / self._predivide)
+            if predivide != 1.0:
+                flat.div_(predivide)
             compressed, context = self._compression.compress(flat)
             wire = Wire(compressed, in_place=True, device=wire_device(backend, flat))
             wire.widen(backend.reduce_dtypes)
@@ -316,10 +323,8 @@ class Reducer:
             wire.result()
             if compressed is not flat:
                 flat.copy_(self._compression.decompress(compressed, context))
-            if self._predivide != 1.0:
-                flat.mul_(self._predivide / group.size)
-            elif self._average:
-                divide_(flat if not flat.is_complex() else torch.view_as_real(flat), group.size)
+            if self._average and predivide != group.size:
+                flat.mul_(predivide / group.size) if predivide != 1.0 else flat.div_(group.size)
 
         inline = backend.matches_by_name or (flat.device.type != "cpu" and not staged)
         return Task(start, finish, inline)
@@ -429,12 +434,8 @@ class Reducer:
         parameter, dims = watched.parameter, watched.sparse_dim
         gradient = parameter.grad
         if gradient is None:
-            gradient = torch.sparse_coo_tensor(
-                torch.empty(dims, 0, dtype=torch.int64),
-                parameter.new_empty(0, *parameter.shape[dims:]),
-                parameter.shape,
-                device=parameter.device,
-            )
+            none = torch.empty(dims, 0, dtype=torch.int64, device=parameter.device)
+            gradient = _sparse(none, parameter.new_empty(0, *parameter.shape[dims:]), parameter)
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(dims)
         gradient = gradient.coalesce()
@@ -450,11 +451,16 @@ class Reducer:
             total = self._compression.decompress(gathered, context)
             if self._average:
                 total = total / group.size
-            parameter.grad = torch.sparse_coo_tensor(
-                indices.t(), total, parameter.shape, device=parameter.device
-            ).coalesce()
+            parameter.grad = _sparse(indices.t(), total, parameter)
 
         return finish_sparse
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A coalesced sparse tensor of a parameter's shape."""
+    return torch.sparse_coo_tensor(
+        indices, values.detach(), like.shape, check_invariants=True
+    ).coalesce()
 
 
 def _adopt(watched: _Watched, view: torch.Tensor) -> None:
