@@ -495,7 +495,7 @@ class Progress:
 
     def start(self, step: str) -> None:
         """Enter a new step and announce it."""
-        self._step = step
+        self._step = step.splitlines()[0]
         self.say(step)
         self._last = self._clock()
 
@@ -863,6 +863,7 @@ _VERIFY = (
 def verify(runner: Runner, env: Mapping[str, str], mpi: Mpi | None) -> None:
     """Import horovod.torch in a new process and see that it has what was asked for."""
     what = "importing the installed horovod.torch"
+    runner.progress.start(what)
     # Not in the current directory: a folder named horovod there would be imported instead.
     with tempfile.TemporaryDirectory(prefix="unidist-horovod-") as elsewhere:
         output = runner.run(what, [sys.executable, "-c", _VERIFY], env, cwd=Path(elsewhere))

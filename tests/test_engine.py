@@ -152,3 +152,16 @@ def test_handles_are_integers_used_once() -> None:
     entry = table.pop(handle)
     assert entry == (task, False)
     assert table.pop(handle) is None
+
+
+def test_trace_sees_each_task_once_with_its_label_and_size() -> None:
+    seen: list[tuple[str, int]] = []
+    engine = Engine(lambda task, seconds: seen.append((task.label, task.items)))
+    task = engine.submit(Task(Completed, lambda: 1, False, "allreduce.x", 3))
+    engine.wait(task)
+    engine.wait(task)
+    inline = engine.submit(Task(Completed, lambda: 1, True, "allreduce.y", 4))
+    engine.wait(inline)
+    engine.wait(inline)
+    engine.stop()
+    assert seen == [("allreduce.x", 3), ("allreduce.y", 4)]

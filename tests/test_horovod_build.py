@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from unidist.backends import horovod_build as hb
 
 from unidist import cli
+from unidist.backends import horovod_build as hb
 
 # The lines of Horovod 0.28.1 that the edits are about, as they stand there.
 EXCERPTS = {
@@ -335,21 +335,23 @@ class Clock:
 def test_progress_prints_a_line_at_times() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = hb.Progress(stream, clock, every=8)
-    progress.start("compiling")
+    progress.start("compiling\n  log: x")
+    clock.now += 8
+    progress.tick()
+    assert stream.getvalue() == "compiling\n  log: x\n  0:08  compiling\n"
     progress.feed("[ 42%] Building CXX object a/CMakeFiles/b.dir/c.cc.o")
     progress.feed("c.cc: warning: whatever")
     clock.now += 7
     progress.tick()
-    assert stream.getvalue() == "compiling\n"
+    assert len(stream.getvalue().splitlines()) == 3
     clock.now += 1
     progress.tick()
     progress.tick()
     clock.now += 62
     progress.tick()
-    assert stream.getvalue().splitlines() == [
-        "compiling",
-        "  0:08  42% Building a/c.cc",
-        "  1:10  42% Building a/c.cc",
+    assert stream.getvalue().splitlines()[3:] == [
+        "  0:16  42% Building a/c.cc",
+        "  1:18  42% Building a/c.cc",
     ]
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from unidist import launch as launching
 from unidist.backends import create
 from unidist.backends.base import Backend
 from unidist.engine import Engine
-from unidist.handles import HandleTable
+from unidist.handles import HandleTable, Task
 from unidist.launch import Launch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Runtime:
 
     backend: Backend
     place: Place
-    engine: Engine = field(default_factory=Engine)
+    engine: Engine
     handles: HandleTable = field(default_factory=HandleTable)
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_process_set_id: int = 1
@@ -116,7 +116,7 @@ def init(
         engine.init(launch, limit, comm)
         try:
             place = _locate(engine, launch)
-            _runtime = Runtime(engine, place)
+            _runtime = Runtime(engine, place, Engine(_tracer(engine)))
             sets._activate_all(process_sets)
         except BaseException:
             _runtime = None
@@ -125,6 +125,19 @@ def init(
         if engine.world.size > 1:
             _install_excepthook()
         atexit.register(shutdown)
+
+
+def _tracer(backend: Backend) -> Callable[[Task, float], None] | None:
+    """With UNIDIST_DEBUG=1, print a line for each operation: rank, name, elements, seconds."""
+    if os.environ.get("UNIDIST_DEBUG") != "1":
+        return None
+    world = backend.world
+
+    def trace(task: Task, seconds: float) -> None:
+        line = f"unidist {world.rank}/{world.size} {task.label} {task.items} items {seconds:.6f} s"
+        print(line, file=sys.stderr, flush=True)
+
+    return trace
 
 
 def _restrict(launch: Launch, comm: Any, backend: str) -> tuple[Launch, Any]:

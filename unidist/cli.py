@@ -95,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"unidist {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        sub = commands.add_parser(
-            command.name, help=command.summary, description=command.summary.capitalize() + "."
-        )
+        description = f"{command.summary[0].upper()}{command.summary[1:]}."
+        sub = commands.add_parser(command.name, help=command.summary, description=description)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     return parser

@@ -112,4 +112,4 @@ class DeltaReducer:
             if compressed is not deltas:
                 deltas.copy_(self._compression.decompress(compressed, context))
 
-        return Task(start, finish, inline=native)
+        return Task(start, finish, native, bucket.name, flat.numel())

@@ -17,7 +17,9 @@ caller's stream keeps, are started by the submitter and completed by whoever wai
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 
 from unidist.handles import Task
 
@@ -25,7 +27,9 @@ from unidist.handles import Task
 class Engine:
     """Drives tasks in order of submission; safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Callable[[Task, float], None] | None = None) -> None:
+        #: called with each completed task and the seconds that completing it took
+        self._trace = trace
         self._queue: deque[Task] = deque()
         self._submitting = threading.Lock()
         self._driving = threading.Lock()
@@ -52,7 +56,7 @@ class Engine:
         """Complete a task after all that were submitted before it, in the caller's thread."""
         if task.inline:
             self._submit_inline(task)
-            task.complete()
+            self._complete(task)
             return task
         with self._submitting:
             self._queue.append(task)
@@ -62,7 +66,7 @@ class Engine:
     def wait(self, task: Task) -> Task:
         """Return when a submitted task is finished, helping if the engine thread is idle."""
         if task.inline:
-            task.complete()
+            self._complete(task)
         elif not task.finished:
             self._drive_until(task)
         return task
@@ -71,7 +75,7 @@ class Engine:
         """Complete everything that was submitted."""
         with self._driving:
             while self._queue:
-                self._queue.popleft().complete()
+                self._complete(self._queue.popleft())
 
     def stop(self) -> None:
         """Complete what was submitted, and end the thread."""
@@ -81,6 +85,14 @@ class Engine:
             self._wake.release()
             self._thread.join()
             self._thread = None
+
+    def _complete(self, task: Task) -> None:
+        if self._trace is None or task.finished:
+            task.complete()
+            return
+        begin = time.perf_counter()
+        task.complete()
+        self._trace(task, time.perf_counter() - begin)
 
     def _submit_inline(self, task: Task) -> None:
         # Tasks that wait in the queue were submitted earlier, so they start earlier.
@@ -92,7 +104,7 @@ class Engine:
     def _drive_until(self, task: Task) -> None:
         with self._driving:
             while not task.finished:
-                self._queue.popleft().complete()
+                self._complete(self._queue.popleft())
 
     def _run(self) -> None:
         while True:
@@ -102,4 +114,4 @@ class Engine:
             with self._driving:
                 # A waiter may have taken the task of this wake-up: then there is nothing to do.
                 if self._queue:
-                    self._queue.popleft().complete()
+                    self._complete(self._queue.popleft())

@@ -22,7 +22,12 @@ class Task:
         start: Callable[[], Work],
         finish: Callable[[], Any],
         inline: bool = False,
+        label: str = "",
+        items: int = 0,
     ) -> None:
+        #: what UNIDIST_DEBUG prints: the operation's name and its number of elements
+        self.label = label
+        self.items = items
         #: started by the thread that submits it (device tensors: its stream orders the work)
         self.inline = inline
         self.finished = False

@@ -143,7 +143,8 @@ def _allreduce_task(
         and not (adasum and not native_adasum(backend, group))
         and is_inline(backend, wires[0].flat)
     )
-    return runtime, Task(start, finish, inline)
+    items = sum(wire.flat.numel() for wire in wires)
+    return runtime, Task(start, finish, inline, full_name, items)
 
 
 def _run_allreduce(*arguments: Any) -> list[torch.Tensor]:
@@ -463,7 +464,7 @@ def _allgather_task(tensor: Any, name: str | None, process_set: ProcessSet) -> t
             output = output.view(torch.bool)
         return output.to(tensor.device)
 
-    return runtime, Task(start, finish, is_inline(backend, moved))
+    return runtime, Task(start, finish, is_inline(backend, moved), full_name, moved.numel())
 
 
 def _row_bytes(rows: torch.Tensor) -> torch.Tensor:
@@ -568,7 +569,7 @@ def _broadcast_task(
         result = wire.result()
         return tensor if in_place else result
 
-    return runtime, Task(start, finish, is_inline(backend, moved))
+    return runtime, Task(start, finish, is_inline(backend, moved), full_name, moved.numel())
 
 
 class _Broadcast(torch.autograd.Function):
@@ -663,11 +664,11 @@ def broadcast_async_(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once every rank of the set has called; all operations submitted before are done."""
+    """Return once every rank of the set has called."""
     runtime = basics.runtime()
     group = member_group(process_set, "barrier")
     runtime.engine.drain()
-    task = Task(lambda: runtime.backend.barrier(group), lambda: None)
+    task = Task(lambda: runtime.backend.barrier(group), lambda: None, label="barrier")
     runtime.engine.run(task).result()
 
 

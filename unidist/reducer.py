@@ -327,7 +327,7 @@ class Reducer:
                 flat.mul_(predivide / group.size) if predivide != 1.0 else flat.div_(group.size)
 
         inline = backend.matches_by_name or (flat.device.type != "cpu" and not staged)
-        return Task(start, finish, inline)
+        return Task(start, finish, inline, bucket.name, flat.numel())
 
     def finish(self) -> None:
         """Reduce what has come since the last call, zeros for what has not, and wait.

@@ -15,6 +15,7 @@ from checks.support import (
     equal,
     expected,
     lengths,
+    lengths_of,
     no_warnings,
     raises,
     same_on_all_ranks,
@@ -29,7 +30,7 @@ ORDERED = (*INTEGERS, torch.bool, *FLOATS)
 def _reduce_all_lengths(hvd: Any, op: str, dtypes: tuple[torch.dtype, ...]) -> None:
     rank, size = hvd.rank(), hvd.size()
     for dtype in dtypes:
-        for length in lengths(size):
+        for length in lengths_of(dtype, size):
             given = values(rank, length, dtype)
             got = hvd.allreduce(given, op=getattr(hvd, op))
             what = f"{op} of {length} {dtype}"

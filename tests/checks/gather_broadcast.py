@@ -13,6 +13,7 @@ from checks.support import (
     close,
     equal,
     lengths,
+    lengths_of,
     raises,
     same_on_all_ranks,
     several,
@@ -119,7 +120,7 @@ def check_broadcast(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
     for root in {0, size - 1}:
         for dtype in DTYPES:
-            for length in lengths(size):
+            for length in lengths_of(dtype, size):
                 given = values(rank, length, dtype)
                 got = hvd.broadcast(given, root)
                 equal(got, values(root, length, dtype), f"{length} {dtype} from {root}")

@@ -103,6 +103,13 @@ def lengths(size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((0, 1, size - 1, size, size + 1, 1000, 10007)))
 
 
+def lengths_of(dtype: torch.dtype, size: int) -> tuple[int, ...]:
+    """All of ``lengths`` for two dtypes, some for the others: splitting does not look at dtypes."""
+    if dtype in (torch.float32, torch.uint8):
+        return lengths(size)
+    return (1, size + 1, 1000)
+
+
 def values(rank: int, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Rank-dependent values from 1 to 3: sums and products of 4 ranks are exact in any dtype.
 
