@@ -7,8 +7,10 @@ so it exists under every launcher that Horovod knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,25 @@ _OPS = {
 }
 
 _REDUCE_DTYPES = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, torch.float64})
+
+
+@contextmanager
+def _stall_limit(timeout: float) -> Iterator[None]:
+    """Let Horovod end a wait for a peer after the time-out; its own default is never.
+
+    It reads these variables while it is initialised. The user's own setting goes first.
+    """
+    limits = {
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": max(1, math.ceil(timeout)),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": max(1, min(60, math.ceil(timeout / 2))),
+    }
+    added = [name for name in limits if name not in os.environ]
+    os.environ.update({name: str(limits[name]) for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 class _HorovodWork(Work):
@@ -119,8 +140,9 @@ class HorovodBackend(Backend):
             # Horovod finalises an MPI that it initialised itself, and could not start again.
             with suppress(BackendUnavailable):
                 load_mpi("The horovod backend")
-        # Process sets can then be added at any time, as on the other engines.
-        hvd.init(comm, process_sets="dynamic")
+        with _stall_limit(timeout):
+            # Process sets can then be added at any time, as on the other engines.
+            hvd.init(comm, process_sets="dynamic")
         size, rank = hvd.size(), hvd.rank()
         if comm is None:
             try:

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 #: largest single message in bytes; MPI 3 counts are 32-bit
 MESSAGE_BYTES = 1 << 30
 
-_RING_TAG, _POINT_TAG = 1, 2
+_RING_TAG, _POINT_TAG, _GOODBYE_TAG = 1, 2, 3
 
 _SPIN_TESTS = 100  # about 50 µs: a peer that is on its way arrives within this
 _LONGEST_PAUSE = 1e-3
+#: seconds that an operation goes on after a rank of the job has left
+_GRACE = 2.0
 
 _ACCUMULATE = {
     ReduceOp.SUM: lambda mine, theirs: mine.add_(theirs),
@@ -75,16 +77,27 @@ class _Pending:
                 return
         deadline = time.monotonic() + self._backend.timeout
         pause = 0.0  # gives the core away without sleeping
+        failure = ""
         while not request.Test():
             time.sleep(pause)
             pause = min(pause + 1e-5, _LONGEST_PAUSE)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if not failure and self._backend.departed():
+                # What a rank sent before it left may still be on its way.
+                failure = f"rank {min(self._backend.departed())} has shut down"
+                deadline = min(deadline, now + _GRACE)
+            if now > deadline:
                 # MPI may still write to the buffer, which the request keeps alive.
                 self._backend.abandon([request])
                 raise HorovodInternalError(
-                    f"{self._what} did not finish within {self._backend.timeout:g} s on rank "
-                    f"{self._backend.world.rank} of {self._backend.world.size}: a peer has not "
-                    "called the same operation, or has died. init(timeout=...) sets this limit."
+                    f"{self._what} cannot finish on rank {self._backend.world.rank} of "
+                    f"{self._backend.world.size}: "
+                    + (
+                        failure
+                        or f"it has waited {self._backend.timeout:g} s for a peer that has not "
+                        "called the same operation, or has died. init(timeout=...) sets this limit"
+                    )
+                    + "."
                 )
 
     def done(self) -> bool:
@@ -171,12 +184,44 @@ class MpiBackend(Backend):
             )
         threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.transports = frozenset({"mpi"} | ({"mpi_threads"} if threads else set()))
-        native = parent.Dup()
-        self.world = Group(tuple(range(native.Get_size())), native.Get_rank(), native)
+        self.world = Group(tuple(range(parent.Get_size())), parent.Get_rank(), parent)
+        self._departed: set[int] = set()
+        self._goodbye: Any = mpi.REQUEST_NULL
+        native, cloned = parent.Idup()
+        _Pending(self, cloned, "init").wait()
+        self.world = Group(self.world.ranks, self.world.rank, native)
+        self._listen()
+
+    # A rank that ends, be it by sys.exit in the midst of training, tells the others, and waits for
+    # them in MPI_Finalize. They would wait for it in their next collective; so they listen.
+
+    def _listen(self) -> None:
+        self._goodbye = self.world.native.Irecv(
+            [bytearray(), self.byte], self._mpi.ANY_SOURCE, _GOODBYE_TAG
+        )
+
+    def departed(self) -> set[int]:
+        """The ranks that have shut down."""
+        status = self._mpi.Status()
+        while self._goodbye != self._mpi.REQUEST_NULL and self._goodbye.Test(status):
+            self._departed.add(status.Get_source())
+            self._listen()
+        return self._departed
 
     def shutdown(self) -> None:
-        if not self._mpi.Is_finalized():
-            self.world.native.Free()
+        if self._mpi.Is_finalized():
+            return
+        native = self.world.native
+        self.departed()
+        farewells = [
+            native.Isend([bytearray(), self.byte], rank, _GOODBYE_TAG)
+            for rank in range(self.world.size)
+            if rank != self.world.rank and rank not in self._departed
+        ]
+        self._mpi.Request.Waitall(farewells)  # empty messages, which MPI takes at once
+        self._goodbye.Cancel()
+        self._goodbye.Wait()
+        native.Free()
 
     def abort(self) -> None:
         abort_mpi_job()

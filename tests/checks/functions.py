@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checks.support import equal, raises, same_on_all_ranks, values
+from checks.support import equal, raises, same_on_all_ranks, several, values
 
 
 def _model(seed: int) -> nn.Module:
@@ -95,6 +95,21 @@ def check_parameters_of_a_bad_kind(hvd: Any) -> None:
     with raises(ValueError, "root"):
         hvd.broadcast_parameters({"a": torch.ones(2)}, root_rank=hvd.size())
     equal(hvd.broadcast(torch.ones(2), 0), torch.ones(2), "after the errors")
+
+
+@several
+def check_parameters_that_differ(hvd: Any) -> None:
+    """Other shapes, dtypes or names on a rank: an error on all ranks, and life goes on."""
+    last = hvd.rank() == hvd.size() - 1
+    for mine, theirs in (
+        ({"w": torch.ones(2, 3)}, {"w": torch.ones(3, 2)}),
+        ({"w": torch.ones(4)}, {"w": torch.ones(4, dtype=torch.float64)}),
+        ({"w": torch.ones(4)}, {"v": torch.ones(4)}),
+        ({"v": torch.ones(4), "w": torch.ones(4)}, {"w": torch.ones(4)}),
+    ):
+        with raises(hvd.HorovodInternalError, str(hvd.size() - 1)):
+            hvd.broadcast_parameters(theirs if last else mine, root_rank=0)
+    equal(hvd.broadcast(torch.full((2,), hvd.rank()), 0), torch.zeros(2, dtype=torch.int64))
 
 
 # -- optimizer state ------------------------------------------------------------------------------

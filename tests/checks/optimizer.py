@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from checks.support import close, equal, no_warnings, raises, same_on_all_ranks, several, warns
-from checks.training import Net, distributed, loss_of, reference, same_weights, sgd
+from checks.training import Net, batch, distributed, loss_of, reference, same_weights, sgd
 
 # -- plain training -----------------------------------------------------------------------------
 
@@ -466,6 +466,41 @@ def check_step_after_synchronize_warns(hvd: Any) -> None:
         optimizer.zero_grad()
         loss_of(model, 1, [hvd.rank()]).backward()
         optimizer.step()
+
+
+def check_grad_scaler(hvd: Any) -> None:
+    """An infinity on one rank reaches all: all skip that step, all halve the scale, all go on.
+
+    The reduction has to come before unscaling, hence synchronize() and skip_synchronize().
+    """
+    rank, size = hvd.rank(), hvd.size()
+    model, want = Net().float(), Net().float()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    plain = torch.optim.SGD(want.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, [rank])
+        loss = (model(inputs.float()) - targets.float()).square().mean()
+        if step == 1 and rank == size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (64.0 if step == 0 else 32.0), scaler.get_scale()
+        if step == 1:
+            continue
+        plain.zero_grad()
+        inputs, targets = batch(step, range(size))
+        (want(inputs.float()) - targets.float()).square().mean().backward()
+        plain.step()
+    same_weights(model, want, rtol=1e-4)
 
 
 def check_closure(hvd: Any) -> None:
