@@ -17,8 +17,8 @@ from unidist.backends.errors import HorovodInternalError
 def exchange_json(record: Any, group: Group) -> list[Any]:
     """Every rank's record, in rank order. Blocks; all ranks of the group must call it."""
     runtime = basics.runtime()
-    runtime.engine.drain()
-    answers = runtime.backend.exchange(json.dumps(record).encode(), group)
+    data = json.dumps(record).encode()
+    answers = runtime.engine.alone(lambda: runtime.backend.exchange(data, group))
     return [json.loads(answer) for answer in answers]
 
 

@@ -20,8 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from unidist.handles import Task
+
+Value = TypeVar("Value")
 
 
 class Engine:
@@ -73,9 +76,14 @@ class Engine:
 
     def drain(self) -> None:
         """Complete everything that was submitted."""
+        self.alone(lambda: None)
+
+    def alone(self, function: Callable[[], Value]) -> Value:
+        """Call ``function``, which talks to the backend itself, after all that was submitted."""
         with self._driving:
             while self._queue:
                 self._complete(self._queue.popleft())
+            return function()
 
     def stop(self) -> None:
         """Complete what was submitted, and end the thread."""

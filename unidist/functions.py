@@ -167,9 +167,9 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's object, in rank order, on all ranks. All ranks must call it."""
     runtime = basics.runtime()
-    runtime.engine.drain()
+    backend = runtime.backend
     data = cloudpickle.dumps(obj)
-    parts = runtime.backend.exchange(data, runtime.backend.world)
+    parts = runtime.engine.alone(lambda: backend.exchange(data, backend.world))
     return [cloudpickle.loads(part) for part in parts]
 
 

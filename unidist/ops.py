@@ -667,7 +667,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the set has called."""
     runtime = basics.runtime()
     group = member_group(process_set, "barrier")
-    runtime.engine.drain()
     task = Task(lambda: runtime.backend.barrier(group), lambda: None, label="barrier")
     runtime.engine.run(task).result()
 

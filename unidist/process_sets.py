@@ -144,14 +144,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} is already active.")
-    runtime.engine.drain()
     ranks = _world_ranks(process_set)
     for other in runtime.process_sets.values():
         if other.ranks == ranks:
             raise ValueError(
                 f"A process set with the ranks {ranks} is already active: {other}. Use that one."
             )
-    group = runtime.backend.new_group(ranks)
+    group = runtime.engine.alone(lambda: runtime.backend.new_group(ranks))
     identifier = runtime.next_process_set_id
     runtime.next_process_set_id += 1
     process_set._activate(identifier, group)
@@ -168,8 +167,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     identifier = process_set.process_set_id
     if process_set is global_process_set or identifier is None or process_set.group is None:
         return False
-    runtime.engine.drain()
-    runtime.backend.free_group(process_set.group)
+    group = process_set.group
+    runtime.engine.alone(lambda: runtime.backend.free_group(group))
     del runtime.process_sets[identifier]
     process_set._invalidate()
     return True
