@@ -6,12 +6,14 @@ so every dtype that torch can add works, whatever types the MPI library knows.
 The engine talks on its own clone of COMM_WORLD, so that a script may use mpi4py beside it. All
 calls come from the thread that drives the engine (``unidist/engine.py``), one at a time.
 
-Waiting is done by testing, with sleeps that grow: a blocking MPI call spins, and with more ranks
-than cores it would take the core from the rank that it waits for. It also lets every wait end.
+Waiting is done by testing: first with the core offered to others in between, then with sleeps
+that grow. A blocking MPI call spins, and with more ranks than cores it would take the core from
+the rank that it waits for. Testing also lets every wait end.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,8 @@ MESSAGE_BYTES = 1 << 30
 
 _RING_TAG, _POINT_TAG, _GOODBYE_TAG = 1, 2, 3
 
-_SPIN_TESTS = 100  # about 50 µs: a peer that is on its way arrives within this
+#: seconds of a wait in which the core is offered to others, but no sleep is risked
+_YIELDING = 1e-3
 _LONGEST_PAUSE = 1e-3
 #: seconds that an operation goes on after a rank of the job has left
 _GRACE = 2.0
@@ -72,16 +75,16 @@ class _Pending:
         request = self._request
         if request.Test():
             return
-        for _ in range(_SPIN_TESTS):
-            if request.Test():
-                return
-        deadline = time.monotonic() + self._backend.timeout
-        pause = 0.0  # gives the core away without sleeping
+        begin = now = time.monotonic()
+        deadline = begin + self._backend.timeout
         failure = ""
         while not request.Test():
-            time.sleep(pause)
-            pause = min(pause + 1e-5, _LONGEST_PAUSE)
             now = time.monotonic()
+            if now - begin < _YIELDING:
+                os.sched_yield()
+                continue
+            # The longer the wait, the less a pause adds to it.
+            time.sleep(min((now - begin) / 16, _LONGEST_PAUSE))
             if not failure and self._backend.departed():
                 # What a rank sent before it left may still be on its way.
                 failure = f"rank {min(self._backend.departed())} has shut down"

@@ -86,6 +86,7 @@ _NAME_AND_REDIRECT = (
 
 _GRACE_SECONDS = 10.0  # for helpers (resource trackers, proxies) that end just after their parent
 _STACK_SECONDS = 5.0  # for processes that were told to print their stacks
+_KILL_SECONDS = 20.0  # for processes that were sent SIGKILL
 _TAIL_CHARACTERS = 12_000
 
 
@@ -281,7 +282,12 @@ def launch(
             seconds = time.monotonic() - started
         finally:
             # Also when the test is interrupted: nothing of this job survives this block.
-            left = _end(process, job, ended=returncode is not None)
+            left = _end(
+                process,
+                job,
+                ended=returncode is not None,
+                launcher_is_rank=not chosen.program,
+            )
         outputs = {
             file.stem.replace("-", " "): file.read_text(errors="replace")
             for file in sorted(Path(folder).glob("*.log"))
@@ -313,27 +319,45 @@ def _describe(process: psutil.Process) -> str:
         return str(process.pid)
 
 
-def _end(launcher: subprocess.Popen[bytes], job: str, *, ended: bool) -> list[str]:
+def _outlive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait for processes to end; returns those that did not. A zombie has ended."""
+    deadline = time.monotonic() + seconds
+    while True:
+        # Not every process is our child, and nobody may be reaping: ask again and again.
+        _, processes = psutil.wait_procs(processes, 0.05)
+        processes = [process for process in processes if not _is_zombie(process)]
+        if not processes or time.monotonic() > deadline:
+            return processes
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _end(
+    launcher: subprocess.Popen[bytes], job: str, *, ended: bool, launcher_is_rank: bool
+) -> list[str]:
     """Kill what is left of a job; returns what had outlived a launcher that ended by itself."""
     alive = _of_job(job)
     left: list[str] = []
     if ended:
-        _, alive = psutil.wait_procs(alive, _GRACE_SECONDS)
-        left = [_describe(process) for process in alive]
+        left = [_describe(process) for process in _outlive(alive, _GRACE_SECONDS)]
     else:
-        # Where do the ranks hang? The launcher must not notice before they have said so.
-        ranks = [process for process in alive if process.pid != launcher.pid]
+        # Where do the ranks hang? A launcher must not notice before they have said so.
+        ranks = [one for one in alive if launcher_is_rank or one.pid != launcher.pid]
         for process in ranks:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGABRT)
-        psutil.wait_procs(ranks, _STACK_SECONDS)
+        _outlive(ranks, _STACK_SECONDS)
     # A process may start another while we look: kill until nobody carries the marker.
     while alive := _of_job(job):
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        _, stubborn = psutil.wait_procs(alive, _GRACE_SECONDS)
-        if stubborn:
+        if stubborn := _outlive(alive, _KILL_SECONDS):
             raise LaunchFailed(f"cannot kill {[_describe(process) for process in stubborn]}")
     if launcher.poll() is None:
         launcher.kill()

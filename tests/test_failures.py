@@ -401,7 +401,7 @@ def test_operations_before_init_are_refused() -> None:
 
 # -- the harness itself -------------------------------------------------------------------------
 
-DAEMON = """
+DAEMON = """\
 import os, sys, signal
 if os.fork() == 0:
     os.setsid()
@@ -425,7 +425,7 @@ def test_harness_kills_what_hangs(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(DAEMON)
     with pytest.raises(harness.LaunchFailed, match="timed out") as caught:
-        harness.launch("none", 1, [script, "hang"], timeout=2)
+        harness.launch("none", 1, [script, "hang"], timeout=5)
     assert "hangs.py" in str(caught.value)
     assert "line 8 in <module>" in str(caught.value), "no stack of the hanging rank"
     assert not _alive(str(script))
