@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -65,8 +66,9 @@ def _stall_limit(timeout: float) -> Iterator[None]:
 
 
 class _HorovodWork(Work):
-    def __init__(self, handle: int, what: str, keep: Any = None) -> None:
+    def __init__(self, handle: int, what: str, timeout: float, keep: Any = None) -> None:
         self._handle = handle
+        self._timeout = timeout
         self._what = what
         self._keep = keep
         self._output: torch.Tensor | None = None
@@ -76,11 +78,25 @@ class _HorovodWork(Work):
         if self._waited:
             return
         self._waited = True
+        self._poll()
         try:
             self._output = hvd.synchronize(self._handle)
         except RuntimeError as error:
             raise HorovodInternalError(f"{self._what} failed in Horovod: {error}") from error
         self._keep = None
+
+    def _poll(self) -> None:
+        """Wait with a time limit; Horovod's own wait polls, too, and has none."""
+        begin = time.monotonic()
+        while not hvd.poll(self._handle):
+            elapsed = time.monotonic() - begin
+            if elapsed > self._timeout:
+                raise HorovodInternalError(
+                    f"{self._what} has waited {self._timeout:g} s on rank {hvd.rank()} for a peer "
+                    "that has not called the same operation, or has died. init(timeout=...) sets "
+                    "this limit."
+                )
+            time.sleep(min(max(elapsed / 16, 2e-5), 1e-3))
 
     def done(self) -> bool:
         return self._waited or bool(hvd.poll(self._handle))
@@ -136,7 +152,8 @@ class HorovodBackend(Backend):
                 "`mpirun`, or stay with torchrun and the torch backend."
             )
         self.timeout = timedelta(seconds=timeout)
-        if launch.launcher in ("mpirun", "srun") and hvd.mpi_built():
+        self._limit = timeout
+        if launch.launcher != "horovodrun" and hvd.mpi_built():
             # Horovod finalises an MPI that it initialised itself, and could not start again.
             with suppress(BackendUnavailable):
                 load_mpi("The horovod backend")
@@ -202,7 +219,7 @@ class HorovodBackend(Backend):
             what,
             lambda: hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=group.native),
         )
-        return _HorovodWork(handle, what, tensor)
+        return _HorovodWork(handle, what, self._limit, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Group, name: str) -> Work:
         what = f"broadcast {name!r} from rank {group.ranks[root]}"
@@ -212,7 +229,7 @@ class HorovodBackend(Backend):
                 tensor, group.ranks[root], name=name, process_set=group.native
             ),
         )
-        return _HorovodWork(handle, what, tensor)
+        return _HorovodWork(handle, what, self._limit, tensor)
 
     def allgather(
         self,
@@ -232,7 +249,7 @@ class HorovodBackend(Backend):
         handle = _native(
             what, lambda: hvd.allgather_async(tensor, name=name, process_set=group.native)
         )
-        return _HorovodWork(handle, what, tensor)
+        return _HorovodWork(handle, what, self._limit, tensor)
 
     def barrier(self, group: Group) -> Work:
         # hvd.barrier blocks in Python; a one-element all-reduce is a barrier that can be started.

@@ -19,6 +19,19 @@ class SerialBackend(Backend):
 
     name = "serial"
     capabilities = frozenset({Capability.CUDA})
+    reduce_dtypes = move_dtypes = frozenset(
+        {
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+        }
+    )
 
     def init(self, launch: Launch, timeout: float, comm: Any = None) -> None:
         if launch.size != 1:

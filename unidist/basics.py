@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidist import launch as launching
 from unidist.backends import create
-from unidist.backends.base import Backend
+from unidist.backends.base import Backend, Group
 from unidist.engine import Engine
 from unidist.handles import HandleTable, Task
 from unidist.launch import Launch
@@ -48,16 +48,18 @@ class Runtime:
     handles: HandleTable = field(default_factory=HandleTable)
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_process_set_id: int = 1
-    #: how many operations without a name each kind has had: their names are equal on all ranks
-    unnamed: dict[str, int] = field(default_factory=dict)
+    #: how many operations without a name each kind has had in each group; counted by group, so
+    #: that members and others go on having equal names in the world
+    unnamed: dict[tuple[str, Group], int] = field(default_factory=dict)
 
-    def name(self, kind: str, name: str | None) -> str:
-        """The name of an operation: the caller's, or the next one of its kind."""
-        if name is not None:
-            return f"{kind}.{name}"
-        number = self.unnamed.get(kind, 0) + 1
-        self.unnamed[kind] = number
-        return f"{kind}.noname.{number}"
+    def name(self, kind: str, name: str | None, group: Group) -> str:
+        """The name of an operation: the caller's, or the next one of its kind in the group."""
+        if name is None:
+            number = self.unnamed[kind, group] = self.unnamed.get((kind, group), 0) + 1
+            name = f"noname.{number}"
+        if group is not self.backend.world:
+            name += f".of.{'.'.join(map(str, group.ranks))}"
+        return f"{kind}.{name}"
 
 
 _runtime: Runtime | None = None

@@ -87,7 +87,7 @@ class DeltaReducer:
         for members in plan(shapes, range(len(shapes)), limit, limit):
             parameters = [self._named[i][1] for i in members]
             contiguous = [False] * len(parameters)
-            bucket = Bucket(parameters, contiguous, runtime.name("deltas", None))
+            bucket = Bucket(parameters, contiguous, runtime.name("deltas", None, group))
             self._buckets.append((bucket, parameters))
         self._runtime = runtime
 

@@ -114,7 +114,7 @@ def _allreduce_task(
         wire = Wire(tensor, in_place, wire_device(backend, tensor))
         wire.widen(reducible)
         wires.append(wire)
-    full_name = runtime.name(kind, name)
+    full_name = runtime.name(kind, name, group)
 
     def start() -> Work:
         by_op: dict[ReduceOp, list[torch.Tensor]] = {}
@@ -446,7 +446,7 @@ def _allgather_task(tensor: Any, name: str | None, process_set: ProcessSet) -> t
     trailing = tuple(tensor.shape[1:]) + ((2,) if tensor.is_complex() else ())
     rows = source.flat.view(tensor.shape[0], *trailing)
     moved = rows if rows.dtype in backend.move_dtypes else _row_bytes(rows)
-    full_name = runtime.name("allgather", name)
+    full_name = runtime.name("allgather", name, group)
     started: list[Rows] = []
 
     def start() -> Work:
@@ -455,9 +455,10 @@ def _allgather_task(tensor: Any, name: str | None, process_set: ProcessSet) -> t
 
     def finish() -> torch.Tensor:
         output = started[0].output
+        shape = (output.shape[0], *trailing)
         if moved is not rows:
-            output = output.view(rows.dtype)
-        output = output.view(output.shape[0], *trailing)
+            output = output.view(rows.dtype) if output.numel() else rows.new_empty(shape)
+        output = output.view(shape)
         if tensor.is_complex():
             output = torch.view_as_complex(output)
         elif tensor.dtype == torch.bool:
@@ -558,7 +559,7 @@ def _broadcast_task(
     root = root_in_group(root_rank, group, "broadcast")
     wire = Wire(tensor, in_place, wire_device(backend, tensor))
     moved = wire.moved(backend.move_dtypes)
-    full_name = runtime.name("broadcast", name)
+    full_name = runtime.name("broadcast", name, group)
 
     def start() -> Work:
         if moved.numel() == 0:

@@ -123,9 +123,10 @@ class _Distribution:
             self._reducer.close()
 
     def synchronize(self) -> None:
-        if self._reducer is None:
+        if self._deltas is not None:
             return
-        self._reducer.finish()
+        if self._reducer is not None:
+            self._reducer.finish()
         self._synchronized = True
 
     @contextmanager
@@ -170,10 +171,10 @@ class _Distribution:
                 value = base(*args, **kwargs)
                 self._deltas.finish()
                 return value
-            if self._reducer is not None and not self._skip:
+            if not self._skip:
                 closure = kwargs.get("closure", args[0] if args else None)
                 self._reduce_before_step(closure)
-                if callable(closure):
+                if self._reducer is not None and callable(closure):
                     closure = self._reducing(closure)
                     if "closure" in kwargs:
                         kwargs["closure"] = closure
@@ -186,8 +187,7 @@ class _Distribution:
 
     def _reduce_before_step(self, closure: Any) -> None:
         reducer = self._reducer
-        assert reducer is not None
-        if self._synchronized and not reducer.dirty:
+        if self._synchronized and not (reducer is not None and reducer.dirty):
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). The gradients are reduced already and are taken as they "
@@ -195,7 +195,7 @@ class _Distribution:
                 "optimizer.step()",
                 stacklevel=4,
             )
-        elif not callable(closure) or reducer.dirty:
+        elif reducer is not None and (not callable(closure) or reducer.dirty):
             reducer.finish()
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -227,7 +227,7 @@ class Reducer:
             bucket = Bucket(
                 [w.parameter for w in inside],
                 [dense[w.index] for w in inside],
-                runtime.name("gradients", None),
+                runtime.name("gradients", None, group),
             )
             self._buckets.append(bucket)
             self._members[bucket] = inside
