@@ -189,6 +189,15 @@ class Backend(ABC):
     def free_group(self, group: Group) -> None:
         """Release a group of ``new_group``. Called by all ranks of the world."""
 
+    def clone_group(self, group: Group) -> Group:
+        """Make another group of the same ranks, whose operations are ordered among themselves only.
+
+        Called by the group's members. Operations of the two may be under way at the same time, in
+        different threads. Where that cannot be had, or is not needed since the engine matches by
+        name, the group itself is returned.
+        """
+        return group
+
     # -- collectives on flat contiguous tensors -------------------------------------------------
 
     @abstractmethod
@@ -248,12 +257,12 @@ class Backend(ABC):
 
         One message in the common case: the length, and with it the payload if it is short.
         """
-        head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
+        head = torch.zeros(8 + _INLINE, dtype=torch.uint8, device="cpu")
         head[:8].view(torch.int64)[0] = len(payload)
         mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
         short = min(len(payload), _INLINE)
         head[8 : 8 + short] = mine[:short]
-        heads = torch.empty(group.size * head.numel(), dtype=torch.uint8)
+        heads = head.new_empty(group.size * head.numel())
         counts = [head.numel()] * group.size
         self.allgather(heads, head, counts, group, "control.head").wait()
         rows = heads.split(head.numel())
@@ -261,7 +270,7 @@ class Backend(ABC):
         if max(lengths) <= _INLINE:
             parts = [row[8 : 8 + n] for row, n in zip(rows, lengths, strict=True)]
         else:
-            output = torch.empty(sum(lengths), dtype=torch.uint8)
+            output = head.new_empty(sum(lengths))
             self.allgather(output, mine, lengths, group, "control.body").wait()
             parts = list(output.split(lengths))
         return [part.numpy().tobytes() for part in parts]

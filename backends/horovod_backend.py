@@ -253,7 +253,7 @@ class HorovodBackend(Backend):
 
     def barrier(self, group: Group) -> Work:
         # hvd.barrier blocks in Python; a one-element all-reduce is a barrier that can be started.
-        return self.allreduce(torch.zeros(1), ReduceOp.SUM, group, "unidist.barrier")
+        return self.allreduce(torch.zeros(1, device="cpu"), ReduceOp.SUM, group, "unidist.barrier")
 
     # -- point to point ---------------------------------------------------------------------------
 

@@ -3,8 +3,12 @@
 MPI only moves bytes here. The arithmetic is done by torch on the segment that has just arrived,
 so every dtype that torch can add works, whatever types the MPI library knows.
 
-The engine talks on its own clone of COMM_WORLD, so that a script may use mpi4py beside it. All
-calls come from the thread that drives the engine (``unidist/engine.py``), one at a time.
+The engine talks on its own clone of COMM_WORLD, so that a script may use mpi4py beside it. The
+calls of one group come from the thread that drives its engine (``unidist/engine.py``), one at a
+time.
+
+After a failure messages may still be under way that nobody waits for, so nothing more is started:
+every later operation says what failed first, until ``shutdown`` and ``init``.
 
 Waiting is done by testing: first with the core offered to others in between, then with sleeps
 that grow. A blocking MPI call spins, and with more ranks than cores it would take the core from
@@ -13,9 +17,13 @@ the rank that it waits for. Testing also lets every wait end.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +45,13 @@ _RING_TAG, _POINT_TAG, _GOODBYE_TAG = 1, 2, 3
 #: seconds of a wait in which the core is offered to others, but no sleep is risked
 _YIELDING = 1e-3
 _LONGEST_PAUSE = 1e-3
-#: seconds that an operation goes on after a rank of the job has left
-_GRACE = 2.0
+#: room for the message of a rank that leaves
+_FAREWELL_BYTES = 4096
+#: tags of farewells, used in turn by the lives between init and shutdown
+_LIVES = 1000
+
+_lives = 0
+_never_freed: list[Any] = []
 
 _ACCUMULATE = {
     ReduceOp.SUM: lambda mine, theirs: mine.add_(theirs),
@@ -61,23 +74,54 @@ _ALL_DTYPES = frozenset(
 )
 
 
+class _Operation:
+    """What the messages of one operation have in common: a name, and whom it waits for.
+
+    ``number`` counts the collectives of a group. A rank that has left without starting this one
+    never will; one that has started it has done its part.
+    """
+
+    __slots__ = ("backend", "group", "number", "what")
+
+    def __init__(self, backend: MpiBackend, group: Group, what: str, collective: bool) -> None:
+        backend.check_usable(what)
+        self.backend = backend
+        self.group = group
+        self.what = what
+        self.number = backend.count(group) if collective else 0
+
+    def pending(self, start: Callable[[], Any]) -> _Pending:
+        """Start a message, or a native collective."""
+        try:
+            return _Pending(self, start())
+        except self.backend.mpi_error as error:
+            raise self.backend.failed(f"{self.what} failed in MPI: {error}.") from error
+
+
 class _Pending:
-    """One MPI request with the name of what it belongs to, for the time-out's message."""
+    """One MPI request. The backend holds it, and it its buffer, until MPI is done with both."""
 
-    __slots__ = ("_backend", "_request", "_what")
+    __slots__ = ("_operation", "_request")
 
-    def __init__(self, backend: MpiBackend, request: Any, what: str) -> None:
-        self._backend = backend
+    def __init__(self, operation: _Operation, request: Any) -> None:
+        self._operation = operation
         self._request = request
-        self._what = what
+        operation.backend.active[id(request)] = request
 
     def wait(self) -> None:
-        request = self._request
-        if request.Test():
-            return
+        backend = self._operation.backend
+        try:
+            if not self._request.Test():
+                self._wait_long()
+        except backend.mpi_error as error:
+            raise backend.failed(f"{self._operation.what} failed in MPI: {error}.") from error
+        backend.active.pop(id(self._request), None)
+
+    def _wait_long(self) -> None:
+        request, operation = self._request, self._operation
+        backend = operation.backend
         begin = now = time.monotonic()
-        deadline = begin + self._backend.timeout
-        failure = ""
+        departed: int | None = None
         while not request.Test():
             now = time.monotonic()
             if now - begin < _YIELDING:
@@ -85,22 +129,17 @@ class _Pending:
                 continue
             # The longer the wait, the less a pause adds to it.
             time.sleep(min((now - begin) / 16, _LONGEST_PAUSE))
-            if not failure and self._backend.departed():
-                # What a rank sent before it left may still be on its way.
-                failure = f"rank {min(self._backend.departed())} has shut down"
-                deadline = min(deadline, now + _GRACE)
-            if now > deadline:
-                # MPI may still write to the buffer, which the request keeps alive.
-                self._backend.abandon([request])
-                raise HorovodInternalError(
-                    f"{self._what} cannot finish on rank {self._backend.world.rank} of "
-                    f"{self._backend.world.size}: "
-                    + (
-                        failure
-                        or f"it has waited {self._backend.timeout:g} s for a peer that has not "
-                        "called the same operation, or has died. init(timeout=...) sets this limit"
-                    )
-                    + "."
+            if departed is not None:  # was seen before the last test, so that counted all it sent
+                raise backend.failed(
+                    f"{operation.what} cannot finish on rank {backend.world.rank} of "
+                    f"{backend.world.size}: rank {departed} has shut down without calling it."
+                )
+            departed = backend.departed_before(operation.group, operation.number)
+            if now - begin > backend.timeout:
+                raise backend.failed(
+                    f"{operation.what} has waited {backend.timeout:g} s on rank "
+                    f"{backend.world.rank} of {backend.world.size} for a peer that has not called "
+                    "the same operation, or has died. init(timeout=...) sets this limit."
                 )
 
     def done(self) -> bool:
@@ -108,14 +147,12 @@ class _Pending:
 
 
 class _MpiWork(Work):
-    def __init__(self, pending: Sequence[_Pending], keep: Any) -> None:
+    def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = pending
-        self._keep = keep
 
     def wait(self) -> None:
         for pending in self._pending:
             pending.wait()
-        self._keep = None
 
     def done(self) -> bool:
         return all(pending.done() for pending in self._pending)
@@ -124,24 +161,22 @@ class _MpiWork(Work):
 class _RingTransport:
     """One all-reduce's messages on a communicator."""
 
-    def __init__(self, backend: MpiBackend, group: Group, what: str) -> None:
-        self.rank = group.me
-        self.size = group.size
-        self._backend = backend
-        self._comm = group.native
-        self._what = what
-        #: every request of the operation; a request keeps its buffer alive
-        self.requests: list[Any] = []
+    def __init__(self, operation: _Operation) -> None:
+        self.rank = operation.group.me
+        self.size = operation.group.size
+        self._operation = operation
+        self._comm = operation.group.native
+        self._byte = operation.backend.byte
 
     def isend(self, buffer: memoryview, dst: int) -> _Pending:
-        return self._started(self._comm.Isend([buffer, self._backend.byte], dst, _RING_TAG))
+        return self._operation.pending(
+            lambda: self._comm.Isend([buffer, self._byte], dst, _RING_TAG)
+        )
 
     def irecv(self, buffer: memoryview, src: int) -> _Pending:
-        return self._started(self._comm.Irecv([buffer, self._backend.byte], src, _RING_TAG))
-
-    def _started(self, request: Any) -> _Pending:
-        self.requests.append(request)
-        return _Pending(self._backend, request, self._what)
+        return self._operation.pending(
+            lambda: self._comm.Irecv([buffer, self._byte], src, _RING_TAG)
+        )
 
 
 def _pieces(buffer: memoryview) -> Iterator[memoryview]:
@@ -158,6 +193,7 @@ class MpiBackend(Backend):
     move_dtypes = _ALL_DTYPES | {torch.bfloat16}
 
     def init(self, launch: Launch, timeout: float, comm: Any = None) -> None:
+        global _lives
         if launch.launcher in ("torchrun", "horovodrun", "env"):
             raise LaunchError(
                 f"The mpi backend cannot run under {launch.launcher}, whose processes are "
@@ -172,8 +208,22 @@ class MpiBackend(Backend):
         mpi = load_mpi("The mpi backend")
         self.timeout = timeout
         self.byte = mpi.BYTE
-        self._abandoned: list[Any] = []
+        self.mpi_error = mpi.Exception
         self._mpi = mpi
+        #: requests that MPI is at, whichever operation they belong to, by id
+        self.active: dict[int, Any] = {}
+        self._failure = ""
+        self._listening = threading.Lock()
+        self._departed: dict[int, dict[str, int]] = {}
+        self._goodbye: Any = mpi.REQUEST_NULL
+        _lives += 1
+        # MPI may give a clone the context of one that was freed, with a farewell still in it.
+        self._goodbye_tag = _GOODBYE_TAG + _lives % _LIVES
+        self._labels: dict[Group, str] = {}
+        self._counts: dict[str, int] = {}
+        self._cloned: dict[str, int] = {}
+        self._clones: list[Any] = []
+        self._made = 0
         parent = mpi.COMM_WORLD if comm is None else comm
         if comm is None:
             check_world(
@@ -185,61 +235,115 @@ class MpiBackend(Backend):
                 "since gradients are reduced by a thread). Let mpi4py initialise MPI, or ask for "
                 "MPI_THREAD_MULTIPLE."
             )
-        threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
-        self.transports = frozenset({"mpi"} | ({"mpi_threads"} if threads else set()))
+        self._threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.transports = frozenset({"mpi"} | ({"mpi_threads"} if self._threads else set()))
         self.world = Group(tuple(range(parent.Get_size())), parent.Get_rank(), parent)
-        self._departed: set[int] = set()
-        self._goodbye: Any = mpi.REQUEST_NULL
-        native, cloned = parent.Idup()
-        _Pending(self, cloned, "init").wait()
+        native = self._clone(self.world)
         self.world = Group(self.world.ranks, self.world.rank, native)
+        self._label(self.world, "world")
         self._listen()
 
-    # A rank that ends, be it by sys.exit in the midst of training, tells the others, and waits for
-    # them in MPI_Finalize. They would wait for it in their next collective; so they listen.
+    # A rank that ends, be it by sys.exit in the midst of training, tells the others how many
+    # collectives it has started in each group, and waits for them in MPI_Finalize. They would wait
+    # for it in their next collective; so they listen.
 
     def _listen(self) -> None:
+        self._farewell = bytearray(_FAREWELL_BYTES)
         self._goodbye = self.world.native.Irecv(
-            [bytearray(), self.byte], self._mpi.ANY_SOURCE, _GOODBYE_TAG
+            [self._farewell, self.byte], self._mpi.ANY_SOURCE, self._goodbye_tag
         )
 
-    def departed(self) -> set[int]:
-        """The ranks that have shut down."""
-        status = self._mpi.Status()
-        while self._goodbye != self._mpi.REQUEST_NULL and self._goodbye.Test(status):
-            self._departed.add(status.Get_source())
-            self._listen()
-        return self._departed
+    def _label(self, group: Group, label: str) -> None:
+        """Name a group equally on all its ranks, for the counts that are sent at the end."""
+        self._labels[group] = label
+        self._counts[label] = 0
+
+    def count(self, group: Group) -> int:
+        """Count one more collective of a group; return its number."""
+        label = self._labels.get(group)
+        if label is None:  # the control message of init
+            return 0
+        self._counts[label] += 1
+        return self._counts[label]
+
+    def departed_before(self, group: Group, number: int) -> int | None:
+        """A member that has shut down before it started the group's collective ``number``."""
+        with self._listening:
+            status = self._mpi.Status()
+            while self._goodbye != self._mpi.REQUEST_NULL and self._goodbye.Test(status):
+                text = bytes(self._farewell[: status.Get_count()])
+                self._departed[status.Get_source()] = json.loads(text)
+                self._listen()
+        label = self._labels.get(group, "")
+        for rank, counts in self._departed.items():
+            if rank in group.ranks and (not number or counts.get(label, number) < number):
+                return rank
+        return None
+
+    def check_usable(self, what: str) -> None:
+        """Raise when an earlier operation failed: its messages may still be under way."""
+        if self._failure:
+            raise HorovodInternalError(
+                f"{what} cannot start, since an earlier operation failed ({self._failure}) Call "
+                "shutdown() and init() on all ranks to go on."
+            )
+
+    def failed(self, message: str) -> HorovodInternalError:
+        """Remember the first failure and return the error to raise."""
+        self._failure = self._failure or message
+        return HorovodInternalError(message)
 
     def shutdown(self) -> None:
         if self._mpi.Is_finalized():
             return
         native = self.world.native
-        self.departed()
+        text = json.dumps(self._counts).encode()
+        if len(text) > _FAREWELL_BYTES:
+            text = b"{}"  # then the others find out by the time-out
         farewells = [
-            native.Isend([bytearray(), self.byte], rank, _GOODBYE_TAG)
+            native.Isend([text, self.byte], rank, self._goodbye_tag)
             for rank in range(self.world.size)
             if rank != self.world.rank and rank not in self._departed
         ]
-        self._mpi.Request.Waitall(farewells)  # empty messages, which MPI takes at once
+        self._mpi.Request.Waitall(farewells)  # short messages, which MPI takes at once
         self._goodbye.Cancel()
         self._goodbye.Wait()
+        if self._failure:
+            # MPI may still write to the buffers of what failed: they live as long as the process.
+            _never_freed.append(self.active)
+            return
+        for group in self._clones:
+            group.Free()
         native.Free()
 
     def abort(self) -> None:
         abort_mpi_job()
         super().abort()
 
-    def abandon(self, requests: Sequence[Any]) -> None:
-        """Keep the requests of a failed operation, and with them the memory MPI may still use."""
-        self._abandoned.extend(requests)
-
     def new_group(self, ranks: Sequence[int]) -> Group:
         me = self.world.me
         key = ranks.index(me) if me in ranks else None
         color = self._mpi.UNDEFINED if key is None else 0
         native = self.world.native.Split(color, key or 0)
-        return Group(tuple(ranks), key, None if key is None else native)
+        group = Group(tuple(ranks), key, None if key is None else native)
+        self._made += 1
+        self._label(group, f"set {self._made}")
+        return group
+
+    def clone_group(self, group: Group) -> Group:
+        if not self._threads:
+            return group
+        clone = Group(group.ranks, group.rank, self._clone(group))
+        self._clones.append(clone.native)
+        label = self._labels[group]
+        number = self._cloned[label] = self._cloned.get(label, 0) + 1
+        self._label(clone, f"{label} clone {number}")
+        return clone
+
+    def _clone(self, group: Group) -> Any:
+        native, request = group.native.Idup()
+        _Operation(self, group, "init", False).pending(lambda: request).wait()
+        return native
 
     def free_group(self, group: Group) -> None:
         if group.native is not None:
@@ -248,21 +352,23 @@ class MpiBackend(Backend):
     # -- collectives ------------------------------------------------------------------------------
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, group: Group, name: str) -> Work:
-        transport = _RingTransport(self, group, f"allreduce {name!r}")
-        try:
-            ring_allreduce(transport, tensor, _ACCUMULATE[op])
-        except HorovodInternalError:
-            self.abandon(transport.requests)
-            raise
+        operation = _Operation(self, group, f"allreduce {name!r}", True)
+        ring_allreduce(_RingTransport(operation), tensor, _ACCUMULATE[op])
         return Completed()
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Group, name: str) -> Work:
         what = f"broadcast {name!r} from rank {group.ranks[root]}"
-        pending = [
-            _Pending(self, group.native.Ibcast([piece, self.byte], root), what)
-            for piece in _pieces(wire(tensor))
-        ]
-        return _MpiWork(pending, tensor)
+        return self._broadcasts([(wire(tensor), root)], _Operation(self, group, what, True))
+
+    def _broadcasts(self, parts: Sequence[tuple[memoryview, int]], operation: _Operation) -> Work:
+        comm = operation.group.native
+        return _MpiWork(
+            [
+                operation.pending(partial(comm.Ibcast, [piece, self.byte], root))
+                for part, root in parts
+                for piece in _pieces(part)
+            ]
+        )
 
     def allgather(
         self,
@@ -272,44 +378,53 @@ class MpiBackend(Backend):
         group: Group,
         name: str,
     ) -> Work:
-        what = f"allgather {name!r}"
+        operation = _Operation(self, group, f"allgather {name!r}", True)
         itemsize = tensor.element_size()
         sizes = [count * itemsize for count in counts]
-        starts = [sum(sizes[:r]) for r in range(len(sizes))]
+        starts = [0, *itertools.accumulate(sizes)][:-1]
         data = wire(output)
         if sum(sizes) <= MESSAGE_BYTES:
-            request = group.native.Iallgatherv(
-                [wire(tensor), self.byte], [data, sizes, starts, self.byte]
-            )
-            return _MpiWork([_Pending(self, request, what)], (output, tensor))
+            source, target = [wire(tensor), self.byte], [data, sizes, starts, self.byte]
+            return _MpiWork([operation.pending(lambda: group.native.Iallgatherv(source, target))])
         mine = starts[group.me]
         data[mine : mine + sizes[group.me]] = wire(tensor)
-        pending = [
-            _Pending(self, group.native.Ibcast([piece, self.byte], root), what)
-            for root in range(group.size)
-            for piece in _pieces(data[starts[root] : starts[root] + sizes[root]])
+        parts = [
+            (data[start : start + size], root)
+            for root, (start, size) in enumerate(zip(starts, sizes, strict=True))
         ]
-        return _MpiWork(pending, output)
+        return self._broadcasts(parts, operation)
 
     def barrier(self, group: Group) -> Work:
-        return _MpiWork([_Pending(self, group.native.Ibarrier(), "barrier")], None)
+        operation = _Operation(self, group, "barrier", True)
+        return _MpiWork([operation.pending(group.native.Ibarrier)])
 
     # -- point to point ---------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, group: Group) -> Work:
-        what = f"send to rank {group.ranks[dst]}"
         comm = group.native
-        pending = [
-            _Pending(self, comm.Isend([piece, self.byte], dst, _POINT_TAG), what)
-            for piece in _pieces(wire(tensor))
-        ]
-        return _MpiWork(pending, tensor)
+        return self._messages(
+            tensor, dst, group, "send to", lambda buffer: comm.Isend(buffer, dst, _POINT_TAG)
+        )
 
     def recv(self, tensor: torch.Tensor, src: int, group: Group) -> Work:
-        what = f"receive from rank {group.ranks[src]}"
         comm = group.native
-        pending = [
-            _Pending(self, comm.Irecv([piece, self.byte], src, _POINT_TAG), what)
-            for piece in _pieces(wire(tensor))
-        ]
-        return _MpiWork(pending, tensor)
+        return self._messages(
+            tensor, src, group, "receive from", lambda buffer: comm.Irecv(buffer, src, _POINT_TAG)
+        )
+
+    def _messages(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        group: Group,
+        verb: str,
+        start: Callable[[list[Any]], Any],
+    ) -> Work:
+        pair = Group((group.ranks[peer],), None)
+        operation = _Operation(self, pair, f"{verb} rank {group.ranks[peer]}", False)
+        return _MpiWork(
+            [
+                operation.pending(partial(start, [piece, self.byte]))
+                for piece in _pieces(wire(tensor))
+            ]
+        )

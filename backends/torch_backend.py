@@ -152,8 +152,9 @@ class TorchBackend(Backend):
         self.timeout = timedelta(seconds=timeout)
         self._owns_default = not dist.is_initialized()
         self._groups: list[Any] = []
+        # Groups of ours serve CPU tensors even where the script's default group does not.
+        self._backends = backends = self._native_backends(launch)
         if self._owns_default:
-            backends = self._native_backends(launch)
             if launch.size > 1 or comm is not None:
                 store, rank, size = self._meet(launch, comm)
             else:
@@ -178,7 +179,7 @@ class TorchBackend(Backend):
             native: Any = dist.group.WORLD
         else:
             # The script made the default group; a clone keeps its collectives apart from ours.
-            native = dist.new_group(timeout=self.timeout, backend=self._native_backends(launch))
+            native = dist.new_group(timeout=self.timeout, backend=backends)
             self._groups.append(native)
         uses_nccl = "nccl" in str(dist.get_backend_config(native))
         self.transports = frozenset({"gloo", "nccl"} if uses_nccl else {"gloo"})
@@ -231,12 +232,19 @@ class TorchBackend(Backend):
         super().abort()
 
     def new_group(self, ranks: Sequence[int]) -> Group:
-        native = dist.new_group(list(ranks), timeout=self.timeout)
+        native = dist.new_group(list(ranks), timeout=self.timeout, backend=self._backends)
         me = self.world.me
         if me not in ranks:
             return Group(tuple(ranks), None)
         self._groups.append(native)
         return Group(tuple(ranks), ranks.index(me), native)
+
+    def clone_group(self, group: Group) -> Group:
+        if group is not self.world:  # torch.distributed makes groups with all ranks of the world
+            return group
+        native = dist.new_group(timeout=self.timeout, backend=self._backends)
+        self._groups.append(native)
+        return Group(group.ranks, group.rank, native)
 
     def free_group(self, group: Group) -> None:
         if group.native is not None:

@@ -113,7 +113,7 @@ def _parts(length: int, start: int, ends: Sequence[int]) -> Iterator[tuple[int, 
 
 def _products(a: torch.Tensor, b: torch.Tensor, start: int, ends: Sequence[int]) -> torch.Tensor:
     """(a·b, |a|², |b|²) of each tensor's part, in double; shape (tensors, 3)."""
-    products = torch.zeros(len(ends), 3, dtype=torch.float64)
+    products = torch.zeros(len(ends), 3, dtype=torch.float64, device="cpu")
     for index, low, high in _parts(a.numel(), start, ends):
         for at in range(low, high, _BLOCK):
             stop = min(at + _BLOCK, high)

@@ -52,6 +52,27 @@ def agree_on_tensors(
                 )
 
 
+def agree_on_options(options: dict[str, Any], operation: str, group: Group) -> None:
+    """Check that all ranks of the group were given the same options.
+
+    Raises:
+        HorovodInternalError: on all ranks, with both values.
+    """
+    peers = exchange_json(options, group)
+    for rank, theirs in zip(group.ranks, peers, strict=True):
+        differ = [name for name in options if theirs[name] != peers[0][name]]
+        if differ:
+            raise HorovodInternalError(
+                f"{operation} needs the same options on all ranks, but "
+                + "; ".join(
+                    f"{name} is {peers[0][name]!r} on rank {group.ranks[0]} and {theirs[name]!r} "
+                    f"on rank {rank}"
+                    for name in differ
+                )
+                + "."
+            )
+
+
 def _spell(entry: list[Any] | None) -> str:
     if entry is None:
         return "missing"

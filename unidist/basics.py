@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -44,13 +45,22 @@ class Runtime:
 
     backend: Backend
     place: Place
+    #: drives what is not a reducer's own
     engine: Engine
+    #: others that stop at shutdown
+    engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
     handles: HandleTable = field(default_factory=HandleTable)
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_process_set_id: int = 1
     #: how many operations without a name each kind has had in each group; counted by group, so
     #: that members and others go on having equal names in the world
     unnamed: dict[tuple[str, Group], int] = field(default_factory=dict)
+
+    def new_engine(self) -> Engine:
+        """An engine beside the common one, for a group of its own."""
+        engine = Engine(_tracer(self.backend))
+        self.engines.add(engine)
+        return engine
 
     def name(self, kind: str, name: str | None, group: Group) -> str:
         """The name of an operation: the caller's, or the next one of its kind in the group."""
@@ -121,6 +131,8 @@ def init(
             _runtime = Runtime(engine, place, Engine(_tracer(engine)))
             sets._activate_all(process_sets)
         except BaseException:
+            if _runtime is not None:
+                sets._invalidate_all(_runtime.process_sets.values())
             _runtime = None
             engine.shutdown()
             raise
@@ -210,7 +222,8 @@ def shutdown() -> None:
         ended, _runtime = _runtime, None
         atexit.unregister(shutdown)
         try:
-            ended.engine.stop()
+            for engine in (*ended.engines, ended.engine):
+                engine.stop()
         finally:
             sets._invalidate_all(ended.process_sets.values())
             ended.backend.shutdown()

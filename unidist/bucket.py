@@ -16,6 +16,7 @@ used keeps ``grad is None`` and is left alone by the optimizer, as in a single p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,16 @@ import torch
 #: bytes of the first bucket, which should be on its way early, and of the others
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+
+
+def bucket_limit() -> int:
+    """The size of a bucket in bytes: HOROVOD_FUSION_THRESHOLD, or ours."""
+    text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    if not text:
+        return BUCKET_BYTES
+    if not text.isdecimal():
+        raise ValueError(f"HOROVOD_FUSION_THRESHOLD must be a number of bytes, but is {text!r}.")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -124,3 +135,14 @@ def keeps_strides(parameter: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def check_still_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise ValueError when a parameter that nobody watches requires a gradient by now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise ValueError(
+                f"Parameter {name!r} was frozen when DistributedOptimizer was made and requires a "
+                "gradient now, which would not be reduced. Wrap the optimizer again after changing "
+                "requires_grad."
+            )

@@ -54,6 +54,11 @@ class FP16Compressor(Compressor):
         return tensor if ctx is None else tensor.to(ctx)
 
 
+def compression_name(compression: Any) -> str:
+    """The name of a compressor, which may be a class or an object."""
+    return str(getattr(compression, "__name__", type(compression).__name__))
+
+
 class Compression:
     """The compressions to choose from."""
 

@@ -10,7 +10,6 @@ and logged. Momentum and other state stays local to each rank, as in Horovod.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch
 
 from unidist import basics
 from unidist.adasum import ADASUM_DTYPES, adasum_
-from unidist.agreement import agree_on_tensors
+from unidist.agreement import agree_on_options, agree_on_tensors
 from unidist.backends.base import Backend, Completed, Group, ReduceOp, Work
 from unidist.basics import Runtime
-from unidist.bucket import BUCKET_BYTES, Bucket, Shape, plan
-from unidist.compression import Compressor
+from unidist.bucket import Bucket, Shape, bucket_limit, check_still_frozen, plan
+from unidist.compression import Compressor, compression_name
 from unidist.handles import Task
 from unidist.ops import native_adasum, reduce_flats
 from unidist.process_sets import ProcessSet, member_group
@@ -38,6 +37,7 @@ class DeltaReducer:
         process_set: ProcessSet,
     ) -> None:
         self._named = [(name, p) for name, p in named if p.requires_grad]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._compression = compression
         self._process_set = process_set
         self._runtime: Runtime | None = None
@@ -51,6 +51,7 @@ class DeltaReducer:
 
     def begin(self) -> None:
         """Remember the parameters before the local step."""
+        check_still_frozen(self._frozen)
         if self._runtime is None or self._runtime is not basics.runtime():
             self._make_plan()
         self._starts = [
@@ -78,11 +79,20 @@ class DeltaReducer:
     def _make_plan(self) -> None:
         runtime = basics.runtime()
         group = member_group(self._process_set, "DistributedOptimizer")
+        limit = bucket_limit()
         agree_on_tensors(self._named, "DistributedOptimizer", group)
+        agree_on_options(
+            {
+                "compression": compression_name(self._compression),
+                "op": "Adasum",
+                "HOROVOD_FUSION_THRESHOLD": limit,
+            },
+            "DistributedOptimizer",
+            group,
+        )
         shapes = [
             Shape(p.numel() * p.element_size(), f"{p.dtype} {p.device}") for _, p in self._named
         ]
-        limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or BUCKET_BYTES)
         self._buckets = []
         for members in plan(shapes, range(len(shapes)), limit, limit):
             parameters = [self._named[i][1] for i in members]

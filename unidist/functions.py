@@ -22,6 +22,8 @@ from unidist.process_sets import ProcessSet, global_process_set, member_group
 
 #: bytes of one packed message
 PACK_BYTES = 64 << 20
+# The first byte of what allgather_object exchanges.
+_PICKLED, _FAILED = b"P", b"F"
 #: bytes of one message of an object's pickle
 OBJECT_BYTES = 1 << 28
 
@@ -146,7 +148,7 @@ def broadcast_object(
             data = cloudpickle.dumps(obj)
         except Exception as error:  # the others wait for a length: tell them there is none
             failure = error
-    length = torch.tensor([-1 if failure else len(data)], dtype=torch.int64)
+    length = torch.tensor([-1 if failure else len(data)], dtype=torch.int64, device="cpu")
     broadcast_(length, root_rank, name and f"{name}.length", process_set)
     if failure is not None:
         raise failure
@@ -155,9 +157,9 @@ def broadcast_object(
             f"broadcast_object: rank {root_rank} could not serialise its object; see its error."
         )
     buffer = (
-        torch.frombuffer(bytearray(data or b"\\0"), dtype=torch.uint8)[: len(data)]
+        torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         if is_root
-        else torch.empty(int(length.item()), dtype=torch.uint8)
+        else torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     )
     for index, piece in enumerate(buffer.split(OBJECT_BYTES)):
         broadcast_(piece, root_rank, name and f"{name}.{index}", process_set)
@@ -165,12 +167,29 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's object, in rank order, on all ranks. All ranks must call it."""
+    """Return every rank's object, in rank order, on all ranks. All ranks must call it.
+
+    Raises:
+        HorovodInternalError: another rank could not serialise its object; that rank gets its own
+            error.
+    """
     runtime = basics.runtime()
     backend = runtime.backend
-    data = cloudpickle.dumps(obj)
+    failure: Exception | None = None
+    data = _FAILED
+    try:
+        data = _PICKLED + cloudpickle.dumps(obj)
+    except Exception as error:  # the others wait for an answer
+        failure = error
     parts = runtime.engine.alone(lambda: backend.exchange(data, backend.world))
-    return [cloudpickle.loads(part) for part in parts]
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, part in enumerate(parts) if part[:1] == _FAILED]
+    if failed:
+        raise HorovodInternalError(
+            f"allgather_object: rank {failed[0]} could not serialise its object; see its error."
+        )
+    return [cloudpickle.loads(part[1:]) for part in parts]
 
 
 # -- optimizer state --------------------------------------------------------------------------
@@ -250,6 +269,9 @@ def broadcast_optimizer_state(
         )
     runtime = basics.runtime()
     root_in_group(root_rank, runtime.backend.world, "broadcast_optimizer_state")
+    distribution = getattr(optimizer, "_unidist", None)
+    if distribution is not None:  # load_state_dict would do so on all ranks but the root
+        distribution.settle()
     tensors: list[torch.Tensor] = []
     skeleton = None
     is_root = basics.rank() == root_rank

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from unidist.backends.base import Work
 
 
@@ -37,6 +39,8 @@ class Task:
         self._value: Any = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        # The mode belongs to the thread that made the tensors; the engine's thread takes it over.
+        self._inference = torch.is_inference_mode_enabled()
 
     def start(self) -> None:
         """Give the operation to the backend; a second call does nothing."""
@@ -48,7 +52,8 @@ class Task:
             return
         start, self._start = self._start, None
         try:
-            self._work = start()
+            with torch.inference_mode(self._inference):
+                self._work = start()
         except BaseException as error:
             self._fail(error)
 
@@ -61,8 +66,9 @@ class Task:
             assert self._work is not None
             assert self._finish is not None
             try:
-                self._work.wait()
-                self._value = self._finish()
+                with torch.inference_mode(self._inference):
+                    self._work.wait()
+                    self._value = self._finish()
             except BaseException as error:
                 self._fail(error)
             # Buffers are released now, not when the caller forgets the handle.
@@ -76,8 +82,9 @@ class Task:
 
     def done(self) -> bool:
         """Whether ``complete`` would return without waiting for a peer."""
-        if self.finished:
-            return True
+        if self.finished or not self.inline:
+            # A queued task's work belongs to the thread that drives the queue.
+            return self.finished
         work = self._work
         return work is not None and work.done()
 

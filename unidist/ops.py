@@ -63,11 +63,11 @@ def reduce_flats(
     """Start the reduction of flat wires in place; each is a tensor of its own to Adasum."""
     names = [name] if len(flats) == 1 else [f"{name}.{i}" for i in range(len(flats))]
     if op is ReduceOp.ADASUM and not native_adasum(backend, group):
-        for flat in flats:
-            host = flat.cpu()
-            adasum_(host, [host.numel()], backend, group)
-            if host is not flat:
-                flat.copy_(host)
+        for pack in _packs(flats):
+            host = pack.flat.cpu()
+            adasum_(host, [flat.numel() for flat in pack.flats], backend, group)
+            pack.flat.copy_(host)
+            pack.spread()
         return Completed()
     return WorkGroup(
         [
@@ -77,6 +77,29 @@ def reduce_flats(
         ],
         flats,
     )
+
+
+class _Pack:
+    """Flat wires of one dtype and device laid end to end; a single one is itself the pack."""
+
+    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+        self.flats = flats
+        self.flat = flats[0] if len(flats) == 1 else torch.cat(list(flats))
+
+    def spread(self) -> None:
+        """Copy the packed elements back to the wires."""
+        if len(self.flats) > 1:
+            for flat, part in zip(
+                self.flats, self.flat.split([flat.numel() for flat in self.flats]), strict=True
+            ):
+                flat.copy_(part)
+
+
+def _packs(flats: Sequence[torch.Tensor]) -> list[_Pack]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for flat in flats:
+        kinds.setdefault((flat.dtype, flat.device), []).append(flat)
+    return [_Pack(members) for members in kinds.values()]
 
 
 def native_adasum(backend: Backend, group: Group) -> bool:
@@ -115,6 +138,7 @@ def _allreduce_task(
         wire.widen(reducible)
         wires.append(wire)
     full_name = runtime.name(kind, name, group)
+    packs: list[_Pack] = []
 
     def start() -> Work:
         by_op: dict[ReduceOp, list[torch.Tensor]] = {}
@@ -122,14 +146,18 @@ def _allreduce_task(
             scale_(wire.flat, prescale_factor)
             native = as_bool_op(op.native) if tensor.dtype == torch.bool else op.native
             by_op.setdefault(native, []).append(wire.flat)
-        return WorkGroup(
-            [
-                reduce_flats(flats, native, backend, group, f"{full_name}.{native.value}")
-                for native, flats in by_op.items()
-            ]
-        )
+        works = []
+        for native, flats in by_op.items():
+            if not adasum:  # which has coefficients for each tensor
+                packed = _packs(flats)
+                packs.extend(packed)
+                flats = [pack.flat for pack in packed]
+            works.append(reduce_flats(flats, native, backend, group, f"{full_name}.{native.value}"))
+        return WorkGroup(works)
 
     def finish() -> list[torch.Tensor]:
+        for pack in packs:
+            pack.spread()
         for wire in wires:
             if op is Reduction.AVERAGE:
                 divide_(wire.flat, group.size)
@@ -492,7 +520,8 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         averaged = allreduce(gradient, op=Reduction.AVERAGE, process_set=ctx.process_set)
-        counts = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
+        rows = torch.tensor([ctx.rows], device="cpu")
+        counts = allgather(rows, process_set=ctx.process_set)
         start = int(counts[: ctx.process_set.rank()].sum())
         return averaged.narrow(0, start, ctx.rows), None, None
 

@@ -62,18 +62,23 @@ class DistributedMixin:
     # torch wraps a class' step to run the step hooks; the user's class has that wrapper already.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; a reduction of them that is under way is finished first."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the gradients; arguments are those of the user's class (``set_to_none``).
+
+        A reduction that is under way is finished first, since peers may be waiting for it. Call it
+        between ``backward`` and ``step`` only where all ranks do, after the same backward passes.
+        """
         self._unidist.discard()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the optimizer's state; a reduction that is under way is finished first."""
-        self._unidist.discard()
+        self._unidist.settle()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def add_param_group(self, param_group: Any) -> None:
         """Add parameters, whose gradients are reduced from then on. All ranks must call it."""
+        self._unidist.settle()
         super().add_param_group(param_group)  # type: ignore[misc]
         groups = self.param_groups  # type: ignore[attr-defined]
         self._unidist.add_group(len(groups) - 1, groups[-1]["params"])
@@ -116,6 +121,8 @@ class _Distribution:
         self._skip = False
         #: synchronize() was called and no gradient has come since
         self._synchronized = False
+        #: that was not the user's call, so that there is nothing to warn of
+        self._settled = False
         self._stepping = False
 
     def close(self) -> None:
@@ -151,7 +158,13 @@ class _Distribution:
         """Make it legal to forget gradients: what peers are waiting for is reduced first."""
         if self._reducer is not None and self._reducer.dirty:
             self._reducer.discard()
-        self._synchronized = False
+        self._synchronized = self._settled = False
+
+    def settle(self) -> None:
+        """Finish a reduction that is under way; ``step`` will take its gradients as they are."""
+        if self._reducer is not None and self._reducer.dirty:
+            self._reducer.finish()
+            self._synchronized = self._settled = True
 
     def add_group(self, index: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         named = [(f"allreduce.noname.{index}.{i}", p) for i, p in enumerate(parameters)]
@@ -182,20 +195,20 @@ class _Distribution:
                         args = (closure, *args[1:])
             return base(*args, **kwargs)
         finally:
-            self._stepping = False
-            self._synchronized = False
+            self._stepping = self._synchronized = self._settled = False
 
     def _reduce_before_step(self, closure: Any) -> None:
         reducer = self._reducer
         if self._synchronized and not (reducer is not None and reducer.dirty):
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after "
-                "optimizer.synchronize(). The gradients are reduced already and are taken as they "
-                "are. Write: optimizer.synchronize(); with optimizer.skip_synchronize(): "
-                "optimizer.step()",
-                stacklevel=4,
-            )
-        elif reducer is not None and (not callable(closure) or reducer.dirty):
+            if not self._settled:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). The gradients are reduced already and are taken as "
+                    "they are. Write: optimizer.synchronize(); with optimizer.skip_synchronize(): "
+                    "optimizer.step()",
+                    stacklevel=4,
+                )
+        elif reducer is not None and not callable(closure):
             reducer.finish()
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -204,8 +217,10 @@ class _Distribution:
         @functools.wraps(closure)
         def closure_and_reduce() -> Any:
             value = closure()
-            assert self._reducer is not None
-            self._reducer.finish()
+            reducer = self._reducer
+            assert reducer is not None
+            if not self._synchronized or reducer.dirty:
+                reducer.finish()
             return value
 
         return closure_and_reduce

@@ -13,7 +13,6 @@ the order in which gradients came on rank 0, and which of them are sparse. Later
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 import weakref
@@ -23,12 +22,20 @@ from typing import Any
 import torch
 
 from unidist import basics
-from unidist.agreement import agree_on_tensors, digest, exchange_json
+from unidist.agreement import agree_on_options, agree_on_tensors, digest, exchange_json
 from unidist.backends.base import Group, ReduceOp, Work
-from unidist.backends.errors import HorovodInternalError
 from unidist.basics import Runtime
-from unidist.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Shape, keeps_strides, plan
-from unidist.compression import Compressor
+from unidist.bucket import (
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    Shape,
+    bucket_limit,
+    check_still_frozen,
+    keeps_strides,
+    plan,
+)
+from unidist.compression import Compressor, compression_name
+from unidist.engine import Engine
 from unidist.handles import Task
 from unidist.layout import Wire
 from unidist.ops import allgather_async, is_narrowed, synchronize, wire_device
@@ -98,6 +105,10 @@ class Reducer:
         self._lock = threading.Lock()
         self._runtime: Runtime | None = None
         self._group: Group | None = None
+        self._engine: Engine | None = None
+        # Whether buckets may be launched before finish(): see _make_plan.
+        self._early = False
+        self._bucket_predivide: dict[str, float] = {}
         self._watched: list[_Watched] = []
         self._by_parameter: dict[torch.Tensor, _Watched] = {}
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
@@ -126,7 +137,6 @@ class Reducer:
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         """Watch further parameters; the plan is agreed anew at the next reduction."""
-        self.discard()
         self._watch(named)
         self._forget_plan()
 
@@ -140,6 +150,11 @@ class Reducer:
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes before the gradients are reduced."""
+        if self.dirty:
+            raise ValueError(
+                "backward_passes_per_step cannot be changed between backward() and step(). Call "
+                "step() or zero_grad() first."
+            )
         self._passes = passes
         for watched in self._watched:
             watched.passes_left = passes
@@ -156,10 +171,14 @@ class Reducer:
         return gradient_is_there
 
     def _arrive(self, watched: _Watched, gradient: torch.Tensor | None) -> None:
+        if self._runtime is not None and self._runtime is not basics.current():
+            self._forget_plan()  # shut down, and perhaps initialised again, since
         view = watched.view
         left = watched.passes_left - 1
         if left < 0:
-            if gradient is (watched.seen if view is None else view):
+            earlier = watched.seen if view is None else view
+            # With create_graph autograd adds to a copy, so the same gradient is another tensor.
+            if gradient is earlier or (gradient is not None and gradient.requires_grad):
                 raise AssertionError(
                     f"The gradient of {watched.name!r} was computed more than "
                     f"backward_passes_per_step ({self._passes}) times before optimizer.step(). "
@@ -179,6 +198,15 @@ class Reducer:
                 self._arrived.append(watched.index)
             return
         if gradient is not view:
+            if gradient is not None and (gradient.dtype, gradient.device) != (
+                view.dtype,
+                view.device,
+            ):
+                raise ValueError(
+                    f"Parameter {watched.name!r} was {view.dtype} on {view.device} in the first "
+                    f"step and has a gradient of {gradient.dtype} on {gradient.device} now. Wrap "
+                    "the optimizer again after converting or moving the model."
+                )
             _adopt(watched, view)
         if left == 0:
             self._ready(watched)
@@ -188,16 +216,22 @@ class Reducer:
         with self._lock:  # backward on several devices runs on several threads
             watched.ready = True
             watched.bucket.missing -= 1
-            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            while (
+                self._early
+                and self._next < len(self._buckets)
+                and not self._buckets[self._next].missing
+            ):
                 self._launch()
 
     # -- the plan -----------------------------------------------------------------------------
 
     def _forget_plan(self) -> None:
         self._buckets, self._members = [], {}
-        self._runtime = None
+        self._runtime = self._group = self._engine = None
+        self._early = False
         for watched in self._watched:
             watched.bucket = watched.view = None
+        self._reset()
 
     def _make_plan(self) -> None:
         """Agree with the peers, then build the buckets and move the gradients into them."""
@@ -205,11 +239,12 @@ class Reducer:
         group = member_group(self._process_set, "DistributedOptimizer")
         if self._runtime is not None:  # shut down and initialised again since
             self._forget_plan()
+        limit = bucket_limit()
         for watched in self._watched:
             gradient = watched.parameter.grad
             if gradient is not None and gradient.is_sparse:
                 watched.sparse_dim = gradient.sparse_dim()
-        order, sparse, dense = self._agree(group)
+        order, sparse, dense = self._agree(group, limit)
         for watched in self._watched:
             watched.sparse_dim = sparse.get(watched.index, 0)
         bucketed = [i for i in order if self._sparse_as_dense or not self._watched[i].sparse_dim]
@@ -221,7 +256,6 @@ class Reducer:
             )
             for w in self._watched
         ]
-        limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or BUCKET_BYTES)
         for members in plan(shapes, bucketed, min(FIRST_BUCKET_BYTES, limit), limit):
             inside = [self._watched[i] for i in members]
             bucket = Bucket(
@@ -236,9 +270,16 @@ class Reducer:
                 if w.parameter.grad is not None:
                     _adopt(w, view)
             bucket.missing = sum(not w.ready for w in inside)
-        self._runtime, self._group = runtime, group
+        # Which buckets are launched in backward and which in finish() may differ between ranks,
+        # where one has a gradient and another has not. So the order of buckets against other
+        # operations may differ, too: they need a group of their own where order is what matches.
+        backend = runtime.backend
+        self._group = backend.clone_group(group)
+        self._early = self._group is not group or backend.matches_by_name
+        self._engine = runtime.engine if self._group is group else runtime.new_engine()
+        self._runtime = runtime
 
-    def _agree(self, group: Group) -> tuple[list[int], dict[int, int], list[bool]]:
+    def _agree(self, group: Group, limit: int) -> tuple[list[int], dict[int, int], list[bool]]:
         """Exchange what the plan depends on; return order, sparse parameters, usable strides."""
         agree_on_tensors(
             [(w.name, w.parameter) for w in self._watched], "DistributedOptimizer", group
@@ -248,28 +289,22 @@ class Reducer:
             for w in self._watched
         ]
         options = {
-            "compression": getattr(self._compression, "__name__", type(self._compression).__name__),
+            "compression": compression_name(self._compression),
             "op": "Average" if self._average else "Sum",
             "gradient_predivide_factor": self._predivide,
             "groups": digest(sorted(self._group_of.items())),
             "sparse_as_dense": self._sparse_as_dense,
+            "HOROVOD_FUSION_THRESHOLD": limit,
         }
+        agree_on_options(options, "DistributedOptimizer", group)
         peers = exchange_json(
             {
                 "strides": digest(strides),
                 "sparse": [[w.index, w.sparse_dim] for w in self._watched if w.sparse_dim],
                 "order": self._arrived if group.me == 0 else [],
-                "options": options,
             },
             group,
         )
-        for rank, peer in zip(group.ranks, peers, strict=True):
-            if peer["options"] != peers[0]["options"]:
-                raise HorovodInternalError(
-                    "DistributedOptimizer needs the same options on all ranks, but got "
-                    f"{peers[0]['options']} on rank {group.ranks[0]} and {peer['options']} on "
-                    f"rank {rank}."
-                )
         sparse: dict[int, int] = {}
         for peer in peers:
             for index, dimensions in peer["sparse"]:
@@ -286,9 +321,10 @@ class Reducer:
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        runtime = self._runtime
+        runtime, engine = self._runtime, self._engine
         assert runtime is not None
-        self._tasks.append(runtime.engine.submit(self._task(runtime, bucket)))
+        assert engine is not None
+        self._tasks.append(engine.submit(self._task(runtime, bucket)))
 
     def _task(self, runtime: Runtime, bucket: Bucket) -> Task:
         backend, group = runtime.backend, self._group
@@ -299,13 +335,7 @@ class Reducer:
         if on_stream is not None:
             on_stream.record()  # the copy to the host comes after what backward has enqueued
         wires: list[tuple[Wire, torch.Tensor, Any]] = []
-        predivide = self._predivide
-        if (
-            predivide == 1.0
-            and self._average
-            and is_narrowed(self._compression.compress(flat[:1]), flat)
-        ):
-            predivide = float(group.size)  # the sum may overflow where the average does not
+        predivide = self._divisor(flat, group.size)
 
         def start() -> Work:
             if on_stream is not None:
@@ -320,14 +350,31 @@ class Reducer:
 
         def finish() -> None:
             wire, compressed, context = wires[0]
+            divisor = group.size / predivide if self._average else 1.0
+            if compressed is flat:  # divided before it is rounded to a narrower type
+                if divisor != 1.0:
+                    wire.flat.div_(divisor)
+                wire.result()
+                return
             wire.result()
-            if compressed is not flat:
-                flat.copy_(self._compression.decompress(compressed, context))
-            if self._average and predivide != group.size:
-                flat.mul_(predivide / group.size) if predivide != 1.0 else flat.div_(group.size)
+            flat.copy_(self._compression.decompress(compressed, context))
+            if divisor != 1.0:
+                flat.div_(divisor)
 
         inline = backend.matches_by_name or (flat.device.type != "cpu" and not staged)
         return Task(start, finish, inline, bucket.name, flat.numel())
+
+    def _divisor(self, flat: torch.Tensor, size: int) -> float:
+        """What gradients are divided by before they are summed."""
+        if self._predivide != 1.0 or not self._average:
+            return self._predivide
+        kind = f"{flat.dtype} {flat.device}"
+        if kind not in self._bucket_predivide:
+            compressed = self._compression.compress(flat.new_zeros(1))
+            # The sum may overflow the narrower type where the average does not.
+            narrowed = is_narrowed(compressed, flat)
+            self._bucket_predivide[kind] = float(size) if narrowed else 1.0
+        return self._bucket_predivide[kind]
 
     def finish(self) -> None:
         """Reduce what has come since the last call, zeros for what has not, and wait.
@@ -338,23 +385,14 @@ class Reducer:
         Raises:
             HorovodInternalError: a peer failed, came too late, or has other parameters.
         """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"Parameter {name!r} was frozen when DistributedOptimizer was made and requires"
-                    " a gradient now, which would not be reduced. Wrap the optimizer again after "
-                    "changing requires_grad."
-                )
+        check_still_frozen(self._frozen)
         try:
             if self._runtime is None or self._runtime is not basics.runtime():
                 self._make_plan()
             absent = self._complete_buckets()
             sparse = [w for w in self._watched if w.sparse_dim and w.view is None]
             gathers = [self._gather_sparse(w) for w in sparse]
-            runtime = self._runtime
-            assert runtime is not None
-            for task in self._tasks:
-                runtime.engine.wait(task).result()
+            self._wait()
             for finish_sparse in gathers:
                 finish_sparse()
             self._publish(absent)
@@ -373,10 +411,18 @@ class Reducer:
                 with self._lock:
                     while self._next < len(self._buckets):
                         self._launch()
-                for task in self._tasks:
-                    runtime.engine.wait(task).result()
+                self._wait()
         finally:
             self._reset()
+
+    def _wait(self) -> None:
+        """Wait until no task writes to the buckets any more; raise what one raised."""
+        engine = self._engine
+        assert engine is not None
+        for task in self._tasks:
+            engine.wait(task)
+        for task in self._tasks:
+            task.result()
 
     def _complete_buckets(self) -> list[tuple[Bucket, int]]:
         """Fill in what is missing, launch what is not launched; return what this rank lacks."""
@@ -433,6 +479,7 @@ class Reducer:
         assert group is not None
         parameter, dims = watched.parameter, watched.sparse_dim
         gradient = parameter.grad
+        absent = gradient is None
         if gradient is None:
             none = torch.empty(dims, 0, dtype=torch.int64, device=parameter.device)
             gradient = _sparse(none, parameter.new_empty(0, *parameter.shape[dims:]), parameter)
@@ -448,6 +495,8 @@ class Reducer:
 
         def finish_sparse() -> None:
             indices, gathered = (synchronize(handle) for handle in handles)
+            if absent and not len(gathered):
+                return  # no rank has a gradient
             total = self._compression.decompress(gathered, context)
             if self._average:
                 total = total / group.size

@@ -80,7 +80,7 @@ def ring_allreduce(
 
     window = min(WINDOW, total)
     slot_length = min(segment, longest)
-    scratch = torch.empty(window * slot_length, dtype=tensor.dtype)
+    scratch = tensor.new_empty(window * slot_length)
     scratch_data = wire(scratch)
 
     receives: list[Request] = [NOTHING] * total
