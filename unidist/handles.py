@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Task:
             return
         start, self._start = self._start, None
         try:
-            with torch.inference_mode(self._inference):
+            with self._mode():
                 self._work = start()
         except BaseException as error:
             self._fail(error)
@@ -66,7 +67,7 @@ class Task:
             assert self._work is not None
             assert self._finish is not None
             try:
-                with torch.inference_mode(self._inference):
+                with self._mode():
                     self._work.wait()
                     self._value = self._finish()
             except BaseException as error:
@@ -74,6 +75,11 @@ class Task:
             # Buffers are released now, not when the caller forgets the handle.
             self._work = self._finish = None
             self.finished = True
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        if self._inference == torch.is_inference_mode_enabled():
+            return nullcontext()
+        return torch.inference_mode(self._inference)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

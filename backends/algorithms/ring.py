@@ -36,7 +36,7 @@ import torch
 from unidist.backends.algorithms.transport import NOTHING, Request, Transport, wire
 
 #: bytes of one segment: large enough to hide the call's overhead, small enough for the L2 cache
-SEGMENT_BYTES = 256 * 1024
+SEGMENT_BYTES = 512 * 1024
 #: receives posted ahead
 WINDOW = 4
 

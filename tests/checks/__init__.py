@@ -1,8 +1,9 @@
 """What every rank runs: plain functions ``check_*(hvd)`` that know no backend.
 
 Each takes the module under test, works at every world size that it does not rule out with
-:func:`world`, and is run twice in a row on one connection. Expected values are written out from
-rank and size; helpers are in ``support.py``. ``run_checks.py`` is the program around them.
+:func:`world`, and can be run twice in a row on one connection (it is, at world sizes 1 and 2).
+Expected values are written out from rank and size; helpers are in ``support.py``.
+``run_checks.py`` is the program around them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ TOPICS = (
     "optimizer_wrapping",
     "optimizer_adasum",
     "process_sets",
+    "regressions",
     "basics",
 )
 
