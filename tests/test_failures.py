@@ -169,6 +169,187 @@ def test_peer_that_never_connects_is_an_error_within_the_timeout() -> None:
     assert "caught:" in result.outputs["rank 0"], result.report()
 
 
+# -- after a failure ----------------------------------------------------------------------------
+
+AFTER_TIMEOUT = """
+import os, sys, time
+import torch
+import unidist as hvd
+LIMIT = 6
+hvd.init(backend=BACKEND, timeout=LIMIT)
+import torch.distributed as dist
+host, port = sys.argv[1].split(":")
+store = dist.TCPStore(host, int(port))
+rank = hvd.rank()
+hvd.barrier()
+
+def attempt(what, call):
+    try:
+        print(f"{what}: gave", call(), flush=True)
+    except hvd.HorovodInternalError as error:
+        print(f"{what}: raised", error, flush=True)
+
+def add(name, value):
+    return hvd.allreduce(torch.full((4,), value), op=hvd.Sum, name=name).tolist()
+
+if rank == 0:
+    attempt("1", lambda: add("first", 1.0))
+    begin = time.monotonic()
+    attempt("2", lambda: add("second", 100.0))
+    attempt("3", lambda: hvd.broadcast(torch.ones(4), 0, name="third").tolist())
+    attempt("4", lambda: hvd.synchronize(hvd.allgather_async(torch.ones(4))).tolist())
+    attempt("5", lambda: hvd.allgather_object("object"))
+    attempt("6", hvd.barrier)
+    print("the later ones took", time.monotonic() - begin)
+    store.set("failed", "")
+else:
+    store.wait(["failed"])
+    attempt("1", lambda: add("first", 1.0))
+    attempt("2", lambda: add("second", 1.0))
+begin = time.monotonic()
+hvd.shutdown()
+print("shutdown took", time.monotonic() - begin, flush=True)
+store.set(f"over {rank}", "")
+store.wait([f"over {other}" for other in range(2)])
+os._exit(0)
+"""
+
+
+def _seconds(text: str, what: str) -> float:
+    return float(text.partition(f"{what} took ")[2].split()[0])
+
+
+@pytest.mark.parametrize("engine", ["torch", "mpi", "mpi-openmpi"])
+def test_operations_after_a_timeout_fail_at_once(engine: str) -> None:
+    """Later operations received what the failed one had left under way, and gave wrong results.
+
+    (Horovod goes on after a time-out: it matches by name, so nothing can be mixed up.)
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    result = start(engine, 2, AFTER_TIMEOUT, arguments=(f"127.0.0.1:{store.port}",))
+    assert result.returncode is not None, "the job hung: " + result.report()
+    waiting, late = result.outputs["rank 0"], result.outputs["rank 1"]
+    said = {line[0]: line for line in waiting.splitlines() if line[1:3] == ": "}
+    assert set(said) == set("123456"), result.report()
+    for line in said.values():
+        assert ": raised" in line, result.report()
+        if engine.startswith("mpi"):
+            assert "first" in line, "the first failure is not named: " + result.report()
+    # All of them in less than one time-out.
+    assert _seconds(waiting, "the later ones") < 5, result.report()
+    # What the late rank gets is the right result or an error.
+    assert "1: gave [2.0, 2.0, 2.0, 2.0]" in late or "1: raised" in late, result.report()
+    assert "2: raised" in late, result.report()
+    for text in (waiting, late):
+        assert _seconds(text, "shutdown") < 5, result.report()
+
+
+STEP_ALONE = """
+import os, sys, time
+import torch
+import unidist as hvd
+hvd.init(backend=BACKEND, timeout=6)
+import torch.distributed as dist
+host, port = sys.argv[1].split(":")
+store = dist.TCPStore(host, int(port))
+parameters = [torch.nn.Parameter(torch.zeros(1 << 12)) for _ in range(6)]
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), groups=6)
+
+def backward():
+    sum(parameter.sum() for parameter in parameters).backward()
+
+for _ in range(2):
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if hvd.rank() == 0:
+    begin = time.monotonic()
+    try:
+        backward()
+        optimizer.step()
+        print("NOT REACHED")
+    except hvd.HorovodInternalError as error:
+        print("caught:", error)
+    print("step took", time.monotonic() - begin)
+    begin = time.monotonic()
+    hvd.shutdown()
+    print("shutdown took", time.monotonic() - begin, flush=True)
+    store.set("over", "")
+else:
+    store.wait(["over"])
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_step_of_several_buckets_fails_within_one_timeout(engine: str) -> None:
+    """Six buckets that a peer never reduces cost one time-out, where each waited for its own."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    result = start(engine, 2, STEP_ALONE, arguments=(f"127.0.0.1:{store.port}",))
+    assert result.returncode is not None, "the job hung: " + result.report()
+    text = result.outputs["rank 0"]
+    assert "caught:" in text, result.report()
+    assert "NOT REACHED" not in text, result.report()
+    assert _seconds(text, "step") < 11, result.report()
+    assert _seconds(text, "shutdown") < 5, result.report()
+
+
+# -- a peer that is late, but comes ---------------------------------------------------------------
+
+# Lateness is the subject of these two, so a sleep is what they need.
+MANY_LIVES = """
+import time
+import torch
+import unidist as hvd
+
+def add(what, late, seconds):
+    if hvd.rank() == late:
+        time.sleep(seconds)
+    got = hvd.allreduce(torch.ones(3), op=hvd.Sum, name=what).tolist()
+    assert got == [2.0] * 3, f"{what}: {got}"
+
+for life in range(30):
+    hvd.init(backend=BACKEND, timeout=60)
+    hvd.barrier()
+    add(f"life {life}", life % 2, 0.02)
+    if life % 6 == 5:
+        # Nobody has left since, whatever is still to be heard of the earlier lives.
+        add(f"late in life {life}", life % 2, LATE)
+    hvd.barrier()
+    hvd.shutdown()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("engine", ["mpi", "mpi-openmpi"])
+def test_slow_peer_after_many_lives(engine: str) -> None:
+    """The farewell of an earlier life was heard in a later one: the peer seemed to have left."""
+    result = start(engine, 2, MANY_LIVES.replace("LATE", "2.5"))
+    assert result.returncode == 0, result.report()
+    assert result.text.count("done") == 2, result.report()
+
+
+LAST_OPERATION = """
+import time
+import torch
+import unidist as hvd
+hvd.init(backend=BACKEND, timeout=60)
+hvd.barrier()
+if hvd.rank() == 2:
+    time.sleep(3)
+got = hvd.broadcast(torch.full((4,), float(hvd.rank() + 7)), 0)
+print("got", got.tolist())
+"""
+
+
+@pytest.mark.parametrize("engine", ["mpi", "mpi-openmpi"])
+def test_late_rank_gets_what_was_sent_before_all_others_left(engine: str) -> None:
+    """Ranks that had finished the last operation and ended made it fail for those still in it."""
+    result = start(engine, 4, LAST_OPERATION)
+    assert result.returncode == 0, result.report()
+    assert result.text.count("got [7.0, 7.0, 7.0, 7.0]") == 4, result.report()
+
+
 # -- the launcher and the engine disagree -------------------------------------------------------
 
 SINGLETON = """

@@ -83,3 +83,34 @@ def check_shutdown_and_init_again(hvd: Any) -> None:
         got = hvd.allreduce(values(rank, 100, torch.float32), op=hvd.Sum)
         equal(got, expected("Sum", size, 100, torch.float32), "after init again")
         hvd.barrier()
+
+
+def check_optimizer_outlives_a_shutdown(hvd: Any) -> None:
+    """Its buckets were launched on the connection that was gone, in the first backward after it.
+
+    Last of all, since Horovod starts and stops for it once more.
+    """
+    rank, size = hvd.rank(), hvd.size()
+    first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), op=hvd.Sum)
+    total = size * (size + 1) / 2
+
+    def train(steps: int, what: str) -> None:
+        for step in range(steps):
+            ((first + 2 * second) * (rank + 1)).sum().backward()
+            optimizer.step()
+            equal(first.grad, torch.full((4,), total), f"step {step} {what}")
+            equal(second.grad, torch.full((4,), 2 * total), f"step {step} {what}")
+            optimizer.zero_grad()
+
+    train(2, "before")
+    hvd.shutdown()
+    connect(hvd)
+    train(3, "after init again")
+    # Also when a step was begun before.
+    (first * 100.0).sum().backward()
+    optimizer.step()
+    hvd.shutdown()
+    connect(hvd)
+    optimizer.zero_grad()
+    train(1, "after the third init")

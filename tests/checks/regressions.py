@@ -105,13 +105,13 @@ def check_sparse_parameter_that_nobody_used(hvd: Any) -> None:
         optimizer.zero_grad()
         loss = dense.sum()
         if used:
-            loss = loss + table(torch.tensor([1, 1])).sum()
+            loss = loss + table(torch.tensor([1, 1, 3])).sum()
         loss.backward()
         optimizer.step()
         equal(dense.grad, torch.full((4,), float(size)), "the dense gradient")
         if used:
             want = torch.zeros(5, 2)
-            want[1] = 2.0 * size
+            want[1], want[3] = 2.0 * size, 1.0 * size
             equal(table.weight.grad.to_dense(), want, "the sparse gradient")
         else:
             assert table.weight.grad is None, f"a gradient nobody computed: {table.weight.grad}"
@@ -318,7 +318,9 @@ def check_compressor_with_a_state(hvd: Any) -> None:
             return hvd.Compression.fp16.compress(tensor)
 
     first, second = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(300))
-    optimizer = _wrap(hvd, first, second, compression=Recording, groups=[[first], [second]])
+    optimizer = _wrap(
+        hvd, first, second, op=hvd.Average, compression=Recording, groups=[[first], [second]]
+    )
     steps = []
     for step in range(4):
         optimizer.zero_grad()
@@ -327,7 +329,8 @@ def check_compressor_with_a_state(hvd: Any) -> None:
             loss = loss + second.sum()
         loss.backward()
         optimizer.step()
-        equal(first.grad, torch.full((1000,), _ranks_total(size)), f"step {step}")
+        mean = torch.full((1000,), _ranks_total(size) / size)
+        close(first.grad, mean, f"step {step}", rtol=1e-2)
         # Whether it narrows a dtype may be asked once, with one element.
         steps.append(sorted(length for length in lengths if length > 1))
         assert not step or 1 not in lengths, f"asked with one element in step {step}"
@@ -364,9 +367,11 @@ def check_zero_grad_without_arguments(hvd: Any) -> None:
 def check_bfloat16_gradients_are_rounded_once(hvd: Any) -> None:
     """The sum was rounded to bfloat16, and its quotient again."""
     size, length = hvd.size(), 997
-    index = torch.arange(length)
-    # Multiples of 1/128 up to 1: exact in bfloat16, and so is their sum in float32.
-    parts = [((index * 37 + other * 101) % 257 - 128) / 128 for other in range(size)]
+    # Multiples of 1/256 up to 1: exact in bfloat16, and so is their sum in float32.
+    parts = [
+        torch.randint(-256, 257, (length,), generator=torch.Generator().manual_seed(other)) / 256
+        for other in range(size)
+    ]
     want = (sum(part.double() for part in parts) / size).to(torch.bfloat16)
     parameter = nn.Parameter(torch.zeros(length, dtype=torch.bfloat16))
     optimizer = _wrap(hvd, parameter, op=hvd.Average)
@@ -396,10 +401,12 @@ def check_poll_while_the_engine_works(hvd: Any) -> None:
     It lost the answer in one of the two threads, which crashed or waited for ever.
     """
     rank, size = hvd.rank(), hvd.size()
-    for turn in range(300 // size):
+    for turn in range(100):
         root = turn % size
         got = _poll(hvd, hvd.broadcast_async(torch.full((1000,), float(rank)), root))
         equal(got, torch.full((1000,), float(root)), f"broadcast {turn}")
+        if turn % 5:
+            continue
         got = _poll(hvd, hvd.allreduce_async(torch.full((1000,), float(rank + 1)), op=hvd.Sum))
         equal(got, torch.full((1000,), _ranks_total(size)), f"allreduce {turn}")
 
@@ -472,6 +479,30 @@ def check_object_that_cannot_be_sent(hvd: Any) -> None:
                 hvd.allgather_object("x" * 10_000)
         equal(hvd.allgather_object(rank), list(range(size)), "the next one")
         _still_works(hvd, "an object that cannot be sent")
+
+
+def _lone(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """One element whose stride is 2, which torch calls contiguous all the same."""
+    return values(rank, 4, dtype)[::2][:1]
+
+
+def check_one_element_with_a_stride(hvd: Any) -> None:
+    """It was not copied, being contiguous, and then could not be seen as bytes."""
+    rank, size = hvd.rank(), hvd.size()
+    ranks = range(size)
+    for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool):
+        given = _lone(rank, dtype)
+        equal(hvd.allgather(given), torch.cat([_lone(r, dtype) for r in ranks]), "allgather")
+        equal(hvd.broadcast(given, size - 1), _lone(size - 1, dtype), "broadcast")
+        total = expected("Sum", size, 4, dtype)[:1]
+        equal(hvd.allreduce(given, op=hvd.Sum), total, "allreduce")
+        hvd.broadcast_(given, size - 1)
+        equal(given, _lone(size - 1, dtype), "broadcast in place")
+        given = _lone(rank, dtype)
+        hvd.allreduce_(given, op=hvd.Sum)
+        equal(given, total, "allreduce in place")
+        (got,) = hvd.grouped_allreduce([_lone(rank, dtype)], op=hvd.Sum)
+        equal(got, total, "grouped allreduce")
 
 
 def _mixture(rank: int) -> list[torch.Tensor]:
