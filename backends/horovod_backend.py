@@ -66,9 +66,9 @@ def _stall_limit(timeout: float) -> Iterator[None]:
 
 
 class _HorovodWork(Work):
-    def __init__(self, handle: int, what: str, timeout: float, keep: Any = None) -> None:
+    def __init__(self, backend: HorovodBackend, handle: int, what: str, keep: Any = None) -> None:
+        self._backend = backend
         self._handle = handle
-        self._timeout = timeout
         self._what = what
         self._keep = keep
         self._output: torch.Tensor | None = None
@@ -88,14 +88,21 @@ class _HorovodWork(Work):
     def _poll(self) -> None:
         """Wait with a time limit; Horovod's own wait polls, too, and has none."""
         begin = time.monotonic()
+        backend = self._backend
         while not hvd.poll(self._handle):
-            elapsed = time.monotonic() - begin
-            if elapsed > self._timeout:
+            if backend.failure:  # one time-out is enough for all that were under way
                 raise HorovodInternalError(
-                    f"{self._what} has waited {self._timeout:g} s on rank {hvd.rank()} for a peer "
+                    f"{self._what} was given up, since an earlier operation failed "
+                    f"({backend.failure}) Call shutdown() and init() on all ranks to go on."
+                )
+            elapsed = time.monotonic() - begin
+            if elapsed > backend.limit:
+                backend.failure = (
+                    f"{self._what} has waited {backend.limit:g} s on rank {hvd.rank()} for a peer "
                     "that has not called the same operation, or has died. init(timeout=...) sets "
                     "this limit."
                 )
+                raise HorovodInternalError(backend.failure)
             time.sleep(min(max(elapsed / 16, 2e-5), 1e-3))
 
     def done(self) -> bool:
@@ -152,7 +159,9 @@ class HorovodBackend(Backend):
                 "`mpirun`, or stay with torchrun and the torch backend."
             )
         self.timeout = timedelta(seconds=timeout)
-        self._limit = timeout
+        self.limit = timeout
+        #: the time-out of an operation, after which others that are not done are given up
+        self.failure = ""
         if launch.launcher != "horovodrun" and hvd.mpi_built():
             # Horovod finalises an MPI that it initialised itself, and could not start again.
             with suppress(BackendUnavailable):
@@ -219,7 +228,7 @@ class HorovodBackend(Backend):
             what,
             lambda: hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=group.native),
         )
-        return _HorovodWork(handle, what, self._limit, tensor)
+        return _HorovodWork(self, handle, what, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Group, name: str) -> Work:
         what = f"broadcast {name!r} from rank {group.ranks[root]}"
@@ -229,7 +238,7 @@ class HorovodBackend(Backend):
                 tensor, group.ranks[root], name=name, process_set=group.native
             ),
         )
-        return _HorovodWork(handle, what, self._limit, tensor)
+        return _HorovodWork(self, handle, what, tensor)
 
     def allgather(
         self,
@@ -246,10 +255,11 @@ class HorovodBackend(Backend):
 
     def _gather(self, tensor: torch.Tensor, group: Group, name: str) -> _HorovodWork:
         what = f"allgather {name!r}"
-        handle = _native(
-            what, lambda: hvd.allgather_async(tensor, name=name, process_set=group.native)
-        )
-        return _HorovodWork(handle, what, self._limit, tensor)
+        with torch.inference_mode(False):  # Horovod's thread writes to the output made here
+            handle = _native(
+                what, lambda: hvd.allgather_async(tensor, name=name, process_set=group.native)
+            )
+        return _HorovodWork(self, handle, what, tensor)
 
     def barrier(self, group: Group) -> Work:
         # hvd.barrier blocks in Python; a one-element all-reduce is a barrier that can be started.

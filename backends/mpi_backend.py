@@ -244,8 +244,8 @@ class MpiBackend(Backend):
         self._listen()
 
     # A rank that ends, be it by sys.exit in the midst of training, tells the others how many
-    # collectives it has started in each group, and waits for them in MPI_Finalize. They would wait
-    # for it in their next collective; so they listen.
+    # collectives it has started in each group, and waits until they end, too. They would wait for
+    # it in their next collective; so they listen.
 
     def _listen(self) -> None:
         self._farewell = bytearray(_FAREWELL_BYTES)
@@ -268,17 +268,20 @@ class MpiBackend(Backend):
 
     def departed_before(self, group: Group, number: int) -> int | None:
         """A member that has shut down before it started the group's collective ``number``."""
+        self._hear()
+        label = self._labels.get(group, "")
+        for rank, counts in self._departed.items():
+            if rank in group.ranks and (not number or counts.get(label, number) < number):
+                return rank
+        return None
+
+    def _hear(self) -> None:
         with self._listening:
             status = self._mpi.Status()
             while self._goodbye != self._mpi.REQUEST_NULL and self._goodbye.Test(status):
                 text = bytes(self._farewell[: status.Get_count()])
                 self._departed[status.Get_source()] = json.loads(text)
                 self._listen()
-        label = self._labels.get(group, "")
-        for rank, counts in self._departed.items():
-            if rank in group.ranks and (not number or counts.get(label, number) < number):
-                return rank
-        return None
 
     def check_usable(self, what: str) -> None:
         """Raise when an earlier operation failed: its messages may still be under way."""
@@ -303,8 +306,17 @@ class MpiBackend(Backend):
         farewells = [
             native.Isend([text, self.byte], rank, self._goodbye_tag)
             for rank in range(self.world.size)
-            if rank != self.world.rank and rank not in self._departed
+            if rank != self.world.rank
         ]
+        # The communicator is freed when nothing is under way on it any more. MPI may give its
+        # number to the next one, and a message that comes late would be taken for a new one's.
+        begin = time.monotonic()
+        while not self._failure:
+            self._hear()
+            waited = time.monotonic() - begin
+            if len(self._departed) == self.world.size - 1 or waited > self.timeout:
+                break
+            time.sleep(min(waited / 16, _LONGEST_PAUSE))
         self._mpi.Request.Waitall(farewells)  # short messages, which MPI takes at once
         self._goodbye.Cancel()
         self._goodbye.Wait()

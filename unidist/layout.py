@@ -139,7 +139,8 @@ class Wire:
             aliases = False
         self._source = source  # has the caller's dtype (or its real or byte view)
         self._aliases = aliases
-        self.flat = source.view(-1)
+        # A contiguous tensor of one element may have any strides; a wire's is 1.
+        self.flat = source.as_strided((source.numel(),), (1,))
 
     def widen(self, native: frozenset[torch.dtype]) -> None:
         """Make ``flat`` a dtype that the backend reduces."""

@@ -7,6 +7,7 @@ runs its task at once; an ``_async`` one returns an integer handle for ``poll``/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -710,7 +711,10 @@ def poll(handle: int) -> bool:
     task = basics.runtime().handles.get(handle)
     if task is None:
         raise ValueError(f"poll got handle {handle!r}, which is not that of an operation under way")
-    return task.done()
+    done = task.done()
+    if not done:
+        time.sleep(0)  # a loop around poll() would keep the interpreter from the engine's thread
+    return done
 
 
 def synchronize(handle: int) -> Any:
