@@ -56,6 +56,11 @@ def subworld(ranks: Sequence[int]) -> Any:
     return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.Get_group().Incl(list(ranks)))
 
 
+def is_null(comm: Any) -> bool:
+    """Whether a communicator is COMM_NULL, as ``Split`` gives those that it leaves out."""
+    return bool(comm == load_mpi("A world made of a communicator").COMM_NULL)
+
+
 def translate_ranks(comm: Any) -> list[int]:
     """The ranks in COMM_WORLD of a communicator's processes."""
     mpi = load_mpi("A process set made of a communicator")

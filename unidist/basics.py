@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +39,15 @@ class Place:
 
 
 @dataclass
+class Lane:
+    """A group's clone with an engine of its own, for operations ordered apart from the others."""
+
+    group: Group
+    engine: Engine
+    free: bool = False
+
+
+@dataclass
 class Runtime:
     """Everything that exists between ``init`` and ``shutdown``."""
 
@@ -47,8 +55,8 @@ class Runtime:
     place: Place
     #: drives what is not a reducer's own
     engine: Engine
-    #: others that stop at shutdown
-    engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
+    #: the lanes that were made for each group, in the same order on all its ranks
+    lanes: dict[Group, list[Lane]] = field(default_factory=dict)
     handles: HandleTable = field(default_factory=HandleTable)
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_process_set_id: int = 1
@@ -56,11 +64,27 @@ class Runtime:
     #: that members and others go on having equal names in the world
     unnamed: dict[tuple[str, Group], int] = field(default_factory=dict)
 
-    def new_engine(self) -> Engine:
-        """An engine beside the common one, for a group of its own."""
-        engine = Engine(_tracer(self.backend))
-        self.engines.add(engine)
-        return engine
+    def take_lane(self, group: Group, free_everywhere: set[int]) -> Lane | None:
+        """A lane of the group for one owner, until it sets ``free``. All members call it.
+
+        Lanes are used again, since making one costs connections and a thread; but garbage
+        collection frees them at different times on different ranks, so the ranks have agreed on
+        the numbers of those that are free on all. None where the backend has no clones.
+        """
+        lanes = self.lanes.setdefault(group, [])
+        if free_everywhere:
+            lane = lanes[min(free_everywhere)]
+            lane.free = False
+            return lane
+        clone = self.backend.clone_group(group)
+        if clone is group:
+            return None
+        lanes.append(Lane(clone, Engine(_tracer(self.backend))))
+        return lanes[-1]
+
+    def free_lanes(self, group: Group) -> list[int]:
+        """The numbers of this rank's free lanes of a group."""
+        return [i for i, lane in enumerate(self.lanes.get(group, [])) if lane.free]
 
     def name(self, kind: str, name: str | None, group: Group) -> str:
         """The name of an operation: the caller's, or the next one of its kind in the group."""
@@ -98,7 +122,8 @@ def init(
 
     Args:
         comm: which processes form the world: None for all that were launched, a list of their
-            ranks, or an mpi4py communicator (under mpirun and srun).
+            ranks, or an mpi4py communicator (under mpirun and srun). The processes that are left
+            out do not call ``init``; under mpirun they start MPI by importing ``mpi4py.MPI``.
         process_sets: process sets to activate, the same list on all ranks. ``"dynamic"`` is
             accepted for Horovod's sake: sets can always be added later.
         backend: ``torch``, ``horovod``, ``mpi`` or ``serial``. None takes the environment
@@ -156,7 +181,20 @@ def _tracer(backend: Backend) -> Callable[[Task, float], None] | None:
 
 def _restrict(launch: Launch, comm: Any, backend: str) -> tuple[Launch, Any]:
     """Turn a list of ranks into what the engine takes: a communicator, or a smaller launch."""
-    if comm is None or not isinstance(comm, (list, tuple)):
+    if comm is None:
+        return launch, None
+    in_mpi_job = launch.launcher in ("mpirun", "srun")
+    if in_mpi_job:
+        from unidist.backends import mpi_job
+
+        # Starting MPI takes all processes of the job, those too that the list leaves out.
+        mpi_job.load_mpi("init(comm=...)")
+    if not isinstance(comm, (list, tuple)):
+        if in_mpi_job and mpi_job.is_null(comm):
+            raise ValueError(
+                "init got comm=COMM_NULL: this process is not in the communicator. Only its "
+                "members call init."
+            )
         return launch, comm
     ranks = list(comm)
     if not ranks:  # Horovod's own default
@@ -164,14 +202,13 @@ def _restrict(launch: Launch, comm: Any, backend: str) -> tuple[Launch, Any]:
     if launch.rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= launch.size:
         raise ValueError(
             f"init got comm={ranks} on rank {launch.rank} of {launch.size}: it must name distinct "
-            "ranks of the launched processes, this one among them. Only those ranks may call it."
+            "ranks of the launched processes, this one among them. The others go without init, but "
+            "under mpirun they must start MPI (from mpi4py import MPI), which waits for all."
         )
     if backend == "horovod":
         return launch, ranks
-    if launch.launcher in ("mpirun", "srun"):
-        from unidist.backends.mpi_job import subworld
-
-        return launch, subworld(ranks)
+    if in_mpi_job:
+        return launch, mpi_job.subworld(ranks)
     return replace(launch, rank=ranks.index(launch.rank), size=len(ranks)), None
 
 
@@ -222,8 +259,10 @@ def shutdown() -> None:
         ended, _runtime = _runtime, None
         atexit.unregister(shutdown)
         try:
-            for engine in (*ended.engines, ended.engine):
-                engine.stop()
+            for lanes in ended.lanes.values():
+                for lane in lanes:
+                    lane.engine.stop()
+            ended.engine.stop()
         finally:
             sets._invalidate_all(ended.process_sets.values())
             ended.backend.shutdown()

@@ -24,7 +24,7 @@ import torch
 from unidist import basics
 from unidist.agreement import agree_on_options, agree_on_tensors, digest, exchange_json
 from unidist.backends.base import Group, ReduceOp, Work
-from unidist.basics import Runtime
+from unidist.basics import Lane, Runtime
 from unidist.bucket import (
     FIRST_BUCKET_BYTES,
     Bucket,
@@ -106,6 +106,7 @@ class Reducer:
         self._runtime: Runtime | None = None
         self._group: Group | None = None
         self._engine: Engine | None = None
+        self._lane: Lane | None = None
         # Whether buckets may be launched before finish(): see _make_plan.
         self._early = False
         self._bucket_predivide: dict[str, float] = {}
@@ -144,6 +145,13 @@ class Reducer:
         """Remove the hooks."""
         for watched in self._watched:
             watched.hook.remove()
+        self._leave_lane()
+
+    def _leave_lane(self) -> None:
+        # With buckets under way, perhaps not the same ones on all ranks, nobody else may use it.
+        if self._lane is not None and not self.dirty:
+            self._lane.free = True
+        self._lane = None
 
     def __del__(self) -> None:
         self.close()
@@ -226,6 +234,7 @@ class Reducer:
     # -- the plan -----------------------------------------------------------------------------
 
     def _forget_plan(self) -> None:
+        self._leave_lane()
         self._buckets, self._members = [], {}
         self._runtime = self._group = self._engine = None
         self._early = False
@@ -244,7 +253,7 @@ class Reducer:
             gradient = watched.parameter.grad
             if gradient is not None and gradient.is_sparse:
                 watched.sparse_dim = gradient.sparse_dim()
-        order, sparse, dense = self._agree(group, limit)
+        order, sparse, dense, free = self._agree(runtime, group, limit)
         for watched in self._watched:
             watched.sparse_dim = sparse.get(watched.index, 0)
         bucketed = [i for i in order if self._sparse_as_dense or not self._watched[i].sparse_dim]
@@ -273,14 +282,17 @@ class Reducer:
         # Which buckets are launched in backward and which in finish() may differ between ranks,
         # where one has a gradient and another has not. So the order of buckets against other
         # operations may differ, too: they need a group of their own where order is what matches.
-        backend = runtime.backend
-        self._group = backend.clone_group(group)
-        self._early = self._group is not group or backend.matches_by_name
-        self._engine = runtime.engine if self._group is group else runtime.new_engine()
+        self._lane = lane = runtime.take_lane(group, free)
+        self._group, self._engine = (
+            (group, runtime.engine) if lane is None else (lane.group, lane.engine)
+        )
+        self._early = lane is not None or runtime.backend.matches_by_name
         self._runtime = runtime
 
-    def _agree(self, group: Group, limit: int) -> tuple[list[int], dict[int, int], list[bool]]:
-        """Exchange what the plan depends on; return order, sparse parameters, usable strides."""
+    def _agree(
+        self, runtime: Runtime, group: Group, limit: int
+    ) -> tuple[list[int], dict[int, int], list[bool], set[int]]:
+        """Exchange what the plan depends on; return order, sparse ones, usable strides, lanes."""
         agree_on_tensors(
             [(w.name, w.parameter) for w in self._watched], "DistributedOptimizer", group
         )
@@ -302,6 +314,7 @@ class Reducer:
                 "strides": digest(strides),
                 "sparse": [[w.index, w.sparse_dim] for w in self._watched if w.sparse_dim],
                 "order": self._arrived if group.me == 0 else [],
+                "free": runtime.free_lanes(group),
             },
             group,
         )
@@ -314,7 +327,8 @@ class Reducer:
         arrived: list[int] = peers[0]["order"]
         # Gradients come roughly from the last parameter to the first.
         others = sorted(set(range(len(self._watched))) - set(arrived), reverse=True)
-        return [*arrived, *others], sparse, dense
+        free = set.intersection(*(set(peer["free"]) for peer in peers))
+        return [*arrived, *others], sparse, dense, free
 
     # -- reduction ----------------------------------------------------------------------------
 
@@ -341,7 +355,7 @@ class Reducer:
             if on_stream is not None:
                 on_stream.synchronize()
             if predivide != 1.0:
-                flat.div_(predivide)
+                bucket.gradients.div_(predivide)
             compressed, context = self._compression.compress(flat)
             wire = Wire(compressed, in_place=True, device=wire_device(backend, flat))
             wire.widen(backend.reduce_dtypes)

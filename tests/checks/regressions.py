@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -539,3 +540,44 @@ def check_grouped_mixture_equals_single_ones(hvd: Any) -> None:
     wants = [_mixture(other)[0] for other in range(size)]
     got = hvd.grouped_allreduce(_mixture(rank), op=hvd.Sum)
     equal(got[0], torch.stack(wants).sum(0), "and those are right")
+
+
+def check_optimizers_come_and_go(hvd: Any) -> None:
+    """Each optimizer had a group, a thread and its sockets until shutdown."""
+    threads = []
+    for _ in range(12):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("weight", weight)], op=hvd.Sum
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            (weight.sum() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+        size = hvd.size()
+        equal(weight.detach(), torch.full((3,), -float(size * (size + 1))), "two steps of Sum")
+        del optimizer, weight
+        gc.collect()
+        threads.append(threading.active_count())
+    assert threads[-1] == threads[0], f"threads after each optimizer: {threads}"
+
+
+def check_flags_survive_a_large_predivide_factor(hvd: Any) -> None:
+    """1/factor was zero in float16, so a gradient that only some ranks had was dropped there."""
+    used, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([used, other], lr=1.0),
+        [("used", used), ("other", other)],
+        compression=hvd.Compression.fp16,
+        gradient_predivide_factor=1e9,
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = used.sum()
+        if hvd.rank() == 0:
+            loss = loss + other.sum()
+        loss.backward()
+        optimizer.synchronize()
+        assert other.grad is not None, "rank 0 has a gradient"
+        with optimizer.skip_synchronize():
+            optimizer.step()
