@@ -7,8 +7,9 @@ A step on every rank ::
     engine        └─ all-reduce 0 ──────└─ all-reduce 1 ─ …         in index order on every rank
     synchronize()                             └─ zeros for what is missing, launch the rest, wait
 
-The first ``synchronize`` agrees on the plan with one control message: same parameters everywhere,
-the order in which gradients came on rank 0, and which of them are sparse. Later steps add none.
+The first ``synchronize`` agrees on the plan with a few control messages: the same parameters and
+options everywhere, the order in which gradients came on rank 0, which of them are sparse. Later
+steps add none.
 """
 
 from __future__ import annotations
@@ -111,7 +112,6 @@ class Reducer:
         self._early = False
         self._bucket_predivide: dict[str, float] = {}
         self._watched: list[_Watched] = []
-        self._by_parameter: dict[torch.Tensor, _Watched] = {}
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._arrived: list[int] = []
         self._buckets: list[Bucket] = []
@@ -133,7 +133,6 @@ class Reducer:
             watched = _Watched(len(self._watched), name, parameter, self._passes)
             watched.group = self._group_of.get(name)
             self._watched.append(watched)
-            self._by_parameter[parameter] = watched
             watched.hook = parameter.register_post_accumulate_grad_hook(self._hook(watched))
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -142,7 +141,7 @@ class Reducer:
         self._forget_plan()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and leave the lane to others."""
         for watched in self._watched:
             watched.hook.remove()
         self._leave_lane()
