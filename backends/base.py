@@ -132,6 +132,15 @@ class Rows(Work):
 # to one of these (layout.py) unless the backend's ``reduce_dtypes`` says it takes it as it is.
 COMMON_REDUCE_DTYPES = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 
+#: what a backend names that does its arithmetic with torch, and so takes every real number
+REAL_DTYPES = COMMON_REDUCE_DTYPES | {
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+}
+
 #: bytes of a control message that travel with its length
 _INLINE = 1024
 

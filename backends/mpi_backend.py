@@ -30,7 +30,7 @@ import torch
 
 from unidist.backends.algorithms.ring import ring_allreduce
 from unidist.backends.algorithms.transport import wire
-from unidist.backends.base import Backend, Completed, Group, ReduceOp, Work
+from unidist.backends.base import REAL_DTYPES, Backend, Completed, Group, ReduceOp, Work
 from unidist.backends.errors import HorovodInternalError, LaunchError
 from unidist.backends.mpi_job import abort_mpi_job, check_world, describe_library, load_mpi
 
@@ -59,19 +59,6 @@ _ACCUMULATE = {
     ReduceOp.MIN: lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
     ReduceOp.MAX: lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
 }
-
-_ALL_DTYPES = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    }
-)
 
 
 class _Operation:
@@ -189,8 +176,8 @@ class MpiBackend(Backend):
 
     name = "mpi"
     # bfloat16 is left to the layer above, which sums in float32 and rounds once.
-    reduce_dtypes = _ALL_DTYPES
-    move_dtypes = _ALL_DTYPES | {torch.bfloat16}
+    reduce_dtypes = REAL_DTYPES - {torch.bfloat16}
+    move_dtypes = REAL_DTYPES
 
     def init(self, launch: Launch, timeout: float, comm: Any = None) -> None:
         global _lives

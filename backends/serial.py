@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unidist.backends.base import Backend, Capability, Completed, Group, ReduceOp, Work
+from unidist.backends.base import (
+    REAL_DTYPES,
+    Backend,
+    Capability,
+    Completed,
+    Group,
+    ReduceOp,
+    Work,
+)
 from unidist.backends.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -19,19 +27,7 @@ class SerialBackend(Backend):
 
     name = "serial"
     capabilities = frozenset({Capability.CUDA})
-    reduce_dtypes = move_dtypes = frozenset(
-        {
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-        }
-    )
+    reduce_dtypes = move_dtypes = REAL_DTYPES
 
     def init(self, launch: Launch, timeout: float, comm: Any = None) -> None:
         if launch.size != 1:
