@@ -114,7 +114,7 @@ LONELY = """
 import os, sys
 import torch
 import unidist as hvd
-hvd.init(backend=BACKEND, timeout=5)
+hvd.init(backend=BACKEND, timeout=4)
 import torch.distributed as dist
 host, port = sys.argv[1].split(":")
 store = dist.TCPStore(host, int(port))
@@ -132,7 +132,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["torch", "horovod-mpi", "mpi"])
 def test_late_peer_is_an_error_within_the_timeout(engine: str) -> None:
     """Rank 1 is alive but never calls: rank 0 raises, and says what it was waiting for."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -150,7 +150,7 @@ host, port = sys.argv[1].split(":")
 store = dist.TCPStore(host, int(port))
 if os.environ["UNIDIST_TEST_RANK"] == "0":
     try:
-        hvd.init(backend=BACKEND, timeout=5)
+        hvd.init(backend=BACKEND, timeout=4)
         print("NOT REACHED")
     except (RuntimeError, TimeoutError) as error:
         print("caught:", type(error).__name__, error, flush=True)
@@ -175,7 +175,7 @@ AFTER_TIMEOUT = """
 import os, sys, time
 import torch
 import unidist as hvd
-LIMIT = 6
+LIMIT = 4
 hvd.init(backend=BACKEND, timeout=LIMIT)
 import torch.distributed as dist
 host, port = sys.argv[1].split(":")
@@ -219,7 +219,7 @@ def _seconds(text: str, what: str) -> float:
     return float(text.partition(f"{what} took ")[2].split()[0])
 
 
-@pytest.mark.parametrize("engine", ["torch", "mpi", "mpi-openmpi"])
+@pytest.mark.parametrize("engine", ["torch", "mpi"])
 def test_operations_after_a_timeout_fail_at_once(engine: str) -> None:
     """Later operations received what the failed one had left under way, and gave wrong results.
 
@@ -236,19 +236,19 @@ def test_operations_after_a_timeout_fail_at_once(engine: str) -> None:
         if engine.startswith("mpi"):
             assert "first" in line, "the first failure is not named: " + result.report()
     # All of them in less than one time-out.
-    assert _seconds(waiting, "the later ones") < 5, result.report()
+    assert _seconds(waiting, "the later ones") < 3, result.report()
     # What the late rank gets is the right result or an error.
     assert "1: gave [2.0, 2.0, 2.0, 2.0]" in late or "1: raised" in late, result.report()
     assert "2: raised" in late, result.report()
     for text in (waiting, late):
-        assert _seconds(text, "shutdown") < 5, result.report()
+        assert _seconds(text, "shutdown") < 3, result.report()
 
 
 STEP_ALONE = """
 import os, sys, time
 import torch
 import unidist as hvd
-hvd.init(backend=BACKEND, timeout=6)
+hvd.init(backend=BACKEND, timeout=4)
 import torch.distributed as dist
 host, port = sys.argv[1].split(":")
 store = dist.TCPStore(host, int(port))
@@ -281,7 +281,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["torch", "horovod-gloo", "mpi"])
 def test_step_of_several_buckets_fails_within_one_timeout(engine: str) -> None:
     """Six buckets that a peer never reduces cost one time-out, where each waited for its own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -290,7 +290,7 @@ def test_step_of_several_buckets_fails_within_one_timeout(engine: str) -> None:
     text = result.outputs["rank 0"]
     assert "caught:" in text, result.report()
     assert "NOT REACHED" not in text, result.report()
-    assert _seconds(text, "step") < 11, result.report()
+    assert _seconds(text, "step") < 8, result.report()
     assert _seconds(text, "shutdown") < 5, result.report()
 
 
@@ -308,7 +308,7 @@ def add(what, late, seconds):
     got = hvd.allreduce(torch.ones(3), op=hvd.Sum, name=what).tolist()
     assert got == [2.0] * 3, f"{what}: {got}"
 
-for life in range(30):
+for life in range(12):
     hvd.init(backend=BACKEND, timeout=60)
     hvd.barrier()
     add(f"life {life}", life % 2, 0.02)
@@ -324,7 +324,7 @@ print("done")
 @pytest.mark.parametrize("engine", ["mpi", "mpi-openmpi"])
 def test_slow_peer_after_many_lives(engine: str) -> None:
     """The farewell of an earlier life was heard in a later one: the peer seemed to have left."""
-    result = start(engine, 2, MANY_LIVES.replace("LATE", "2.5"))
+    result = start(engine, 2, MANY_LIVES.replace("LATE", "2"))
     assert result.returncode == 0, result.report()
     assert result.text.count("done") == 2, result.report()
 

@@ -1,7 +1,7 @@
 """What every rank runs: plain functions ``check_*(hvd)`` that know no backend.
 
 Each takes the module under test, works at every world size that it does not rule out with
-:func:`world`, and can be run twice in a row on one connection (it is, at world sizes 1 and 2).
+:func:`world`, and can be run twice in a row on one connection (it is, at world size 2).
 Expected values are written out from rank and size; helpers are in ``support.py``.
 ``run_checks.py`` is the program around them.
 """
@@ -33,8 +33,14 @@ TOPICS = (
 
 
 # Topics that more ranks add nothing to. Wrapping is about one process' objects; what was wrong once
-# is tested where it was, and at an odd number of ranks.
-_TOPIC_WORLDS = {"optimizer_wrapping": (1, 2), "regressions": (1, 2, 3)}
+# is tested where it was, and at an odd number of ranks, as is what only moves data.
+_TOPIC_WORLDS = {
+    "functions": (1, 2, 3),
+    "gather_broadcast": (1, 2, 3),
+    "optimizer_sparse": (1, 2, 3),
+    "optimizer_wrapping": (1, 2),
+    "regressions": (1, 2, 3),
+}
 
 
 @dataclass(frozen=True)
