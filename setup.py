@@ -7,7 +7,17 @@ a bare ``find_packages()`` would install ``tests`` and ``examples`` as top-level
 from setuptools import setup
 
 setup(
-    packages=["unidist", "unidist.backends", "unidist.backends.algorithms"],
+    packages=[
+        "unidist",
+        "unidist.elastic",
+        # The folder horovod_shim is no package; runs of unidist.horovod have it on sys.path.
+        "unidist.horovod_shim.horovod",
+        "unidist.horovod_shim.horovod.common",
+        "unidist.horovod_shim.horovod.torch",
+        "unidist.horovod_shim.horovod.torch.elastic",
+        "unidist.backends",
+        "unidist.backends.algorithms",
+    ],
     package_dir={
         "unidist": "unidist",
         "unidist.backends": "backends",

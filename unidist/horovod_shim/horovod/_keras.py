@@ -1,0 +1,3 @@
+from horovod._only_torch import refuse
+
+refuse(__name__)

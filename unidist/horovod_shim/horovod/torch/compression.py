@@ -1,0 +1,6 @@
+from unidist.compression import (  # noqa: F401
+    Compression,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+)

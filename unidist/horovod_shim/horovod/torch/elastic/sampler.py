@@ -1,0 +1,1 @@
+from unidist.elastic.sampler import ElasticSampler  # noqa: F401

@@ -1,0 +1,1 @@
+from unidist.mpi_ops import *  # noqa: F403

@@ -1,0 +1,1 @@
+from unidist.optimizer import DistributedOptimizer  # noqa: F401

@@ -1,0 +1,1 @@
+from unidist.sync_batch_norm import SyncBatchNorm  # noqa: F401
