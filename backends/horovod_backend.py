@@ -18,8 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from unidist.backends.base import Backend, Capability, Group, ReduceOp, Rows, Work
+from unidist.backends.base import (
+    Backend,
+    Capability,
+    Group,
+    Parts,
+    Patience,
+    ReduceOp,
+    Rows,
+    Work,
+)
 from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
+from unidist.backends.horovod_package import import_horovod
 from unidist.backends.mpi_job import check_world, load_mpi
 from unidist.backends.torch_backend import TorchWork, connect_store, open_store
 
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
     from unidist.launch import Launch
 
 try:
-    import horovod.torch as hvd
+    hvd = import_horovod()
 except Exception as error:  # a broken extension raises whatever its loader raises
     raise BackendUnavailable(
         "The horovod backend needs Horovod built for this PyTorch "
@@ -47,22 +57,42 @@ _REDUCE_DTYPES = frozenset({torch.int32, torch.int64, torch.float16, torch.float
 
 
 @contextmanager
-def _stall_limit(timeout: float) -> Iterator[None]:
-    """Let Horovod end a wait for a peer after the time-out; its own default is never.
+def _stall_limit(patience: Patience) -> Iterator[None]:
+    """Let Horovod end a wait for a peer after our limit; its own default is never.
 
     It reads these variables while it is initialised. The user's own setting goes first.
     """
+    warn_after = patience.warn_after or 60.0
     limits = {
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": max(1, math.ceil(timeout)),
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": max(1, min(60, math.ceil(timeout / 2))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": max(1, math.ceil(patience.limit)),
+        # Horovod looks at the limit only when it looks for a warning.
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": max(1, math.ceil(min(warn_after, patience.limit / 2))),
     }
-    added = [name for name in limits if name not in os.environ]
+    added = [name for name in limits if os.environ.get(name) in (None, "", "0")]
+    before = {name: os.environ.get(name) for name in added}
     os.environ.update({name: str(limits[name]) for name in added})
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_timeline() -> Iterator[None]:
+    """Keep Horovod from writing the timeline: we do (``unidist/timeline.py``), on every engine.
+
+    Its own file is not valid JSON when the job is interrupted.
+    """
+    path = os.environ.pop("HOROVOD_TIMELINE", None)
+    try:
+        yield
+    finally:
+        if path is not None:
+            os.environ["HOROVOD_TIMELINE"] = path
 
 
 class _HorovodWork(Work):
@@ -71,7 +101,7 @@ class _HorovodWork(Work):
         self._handle = handle
         self._what = what
         self._keep = keep
-        self._output: torch.Tensor | None = None
+        self._output: Any = None
         self._waited = False
 
     def wait(self) -> None:
@@ -109,7 +139,8 @@ class _HorovodWork(Work):
         return self._waited or bool(hvd.poll(self._handle))
 
     @property
-    def output(self) -> torch.Tensor:
+    def output(self) -> Any:
+        """What Horovod returned: a tensor, or a pair of them."""
         assert self._output is not None
         return self._output
 
@@ -123,7 +154,24 @@ class _HorovodRows(Rows):
 
     @property
     def output(self) -> torch.Tensor:
-        return self._native.output
+        output: torch.Tensor = self._native.output
+        return output
+
+
+class _HorovodParts(Parts):
+    """Horovod allocates the output of an all-to-all, too."""
+
+    def __init__(self, work: _HorovodWork) -> None:
+        super().__init__(work, None)
+        self._native = work
+
+    @property
+    def output(self) -> torch.Tensor:
+        return self._native.output[0]
+
+    @property
+    def received(self) -> list[int]:  # type: ignore[override]
+        return [int(count) for count in self._native.output[1]]
 
 
 class _CopyTo(Work):
@@ -136,7 +184,7 @@ class _CopyTo(Work):
     def wait(self) -> None:
         self._work.wait()
         if self._target is not None:
-            self._target.copy_(self._work.output)
+            self._target.copy_(self._work.output.view(self._target.shape))
             self._target = None
 
     def done(self) -> bool:
@@ -159,14 +207,14 @@ class HorovodBackend(Backend):
                 "`mpirun`, or stay with torchrun and the torch backend."
             )
         self.timeout = timedelta(seconds=timeout)
-        self.limit = timeout
+        self.limit = self.patience.limit
         #: the time-out of an operation, after which others that are not done are given up
         self.failure = ""
         if launch.launcher != "horovodrun" and hvd.mpi_built():
             # Horovod finalises an MPI that it initialised itself, and could not start again.
             with suppress(BackendUnavailable):
                 load_mpi("The horovod backend")
-        with _stall_limit(timeout):
+        with _stall_limit(self.patience), _without_timeline():
             # Process sets can then be added at any time, as on the other engines.
             hvd.init(comm, process_sets="dynamic")
         size, rank = hvd.size(), hvd.rank()
@@ -261,6 +309,45 @@ class HorovodBackend(Backend):
             )
         return _HorovodWork(self, handle, what, tensor)
 
+    def alltoall_rows(
+        self, tensor: torch.Tensor, splits: Sequence[int], group: Group, name: str
+    ) -> Parts:
+        what = f"alltoall {name!r}"
+        with torch.inference_mode(False):
+            counts = torch.tensor(splits, dtype=torch.int32, device="cpu")
+            handle = _native(
+                what,
+                lambda: hvd.alltoall_async(tensor, counts, name=name, process_set=group.native),
+            )
+        return _HorovodParts(_HorovodWork(self, handle, what, (tensor, counts)))
+
+    native_reduce_scatter = True
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        counts: Sequence[int],
+        op: ReduceOp,
+        group: Group,
+        name: str,
+    ) -> Work:
+        what = f"reducescatter {name!r}"
+        # Horovod divides rows, the first ranks getting one more: a row is what they have more.
+        width = max(counts) - min(counts) or max(counts)
+        rows = tensor.view(-1, width)
+        with torch.inference_mode(False):
+            handle = _native(
+                what,
+                lambda: hvd.reducescatter_async(
+                    rows, name=name, op=_OPS[op], process_set=group.native
+                ),
+            )
+        return _CopyTo(_HorovodWork(self, handle, what, tensor), output)
+
+    def join(self) -> int:
+        return int(hvd.join())
+
     def barrier(self, group: Group) -> Work:
         # hvd.barrier blocks in Python; a one-element all-reduce is a barrier that can be started.
         return self.allreduce(torch.zeros(1, device="cpu"), ReduceOp.SUM, group, "unidist.barrier")
@@ -269,12 +356,14 @@ class HorovodBackend(Backend):
 
     def send(self, tensor: torch.Tensor, dst: int, group: Group) -> Work:
         peer = group.ranks[dst]
-        work = self._side.send([tensor.view(torch.uint8)], peer, 0)
+        tag = group.native.process_set_id
+        work = self._side.send([tensor.view(torch.uint8)], peer, tag)
         return TorchWork(work, f"send to rank {peer}", tensor)
 
     def recv(self, tensor: torch.Tensor, src: int, group: Group) -> Work:
         peer = group.ranks[src]
-        work = self._side.recv([tensor.view(torch.uint8)], peer, 0)
+        tag = group.native.process_set_id
+        work = self._side.recv([tensor.view(torch.uint8)], peer, tag)
         return TorchWork(work, f"receive from rank {peer}", tensor)
 
 

@@ -5,7 +5,8 @@ so every dtype that torch can add works, whatever types the MPI library knows.
 
 The engine talks on its own clone of COMM_WORLD, so that a script may use mpi4py beside it. The
 calls of one group come from the thread that drives its engine (``unidist/engine.py``), one at a
-time.
+time; those of different groups at the same time, but one after the other where MPI was initialised
+without MPI_THREAD_MULTIPLE. For this reason no call here blocks while peers are late.
 
 After a failure messages may still be under way that nobody waits for, so nothing more is started:
 every later operation says what failed first, until ``shutdown`` and ``init``.
@@ -23,6 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +32,17 @@ import torch
 
 from unidist.backends.algorithms.ring import ring_allreduce
 from unidist.backends.algorithms.transport import wire
-from unidist.backends.base import REAL_DTYPES, Backend, Completed, Group, ReduceOp, Work
-from unidist.backends.errors import HorovodInternalError, LaunchError
+from unidist.backends.base import (
+    ACCUMULATE,
+    REAL_DTYPES,
+    Backend,
+    Completed,
+    Group,
+    ReduceOp,
+    Watch,
+    Work,
+)
+from unidist.backends.errors import HorovodInternalError, LaunchError, StallError
 from unidist.backends.mpi_job import abort_mpi_job, check_world, describe_library, load_mpi
 
 if TYPE_CHECKING:
@@ -40,25 +51,18 @@ if TYPE_CHECKING:
 #: largest single message in bytes; MPI 3 counts are 32-bit
 MESSAGE_BYTES = 1 << 30
 
-_RING_TAG, _POINT_TAG, _GOODBYE_TAG = 1, 2, 3
+_RING_TAG, _POINT_TAG, _ALLTOALL_TAG, _NOTICE_TAG = 1, 2, 3, 4
 
 #: seconds of a wait in which the core is offered to others, but no sleep is risked
 _YIELDING = 1e-3
 _LONGEST_PAUSE = 1e-3
-#: room for the message of a rank that leaves
-_FAREWELL_BYTES = 4096
-#: tags of farewells, used in turn by the lives between init and shutdown
+#: room for a notice to the others: that this rank waits, or leaves
+_NOTICE_BYTES = 4096
+#: tags of notices, used in turn by the lives between init and shutdown
 _LIVES = 1000
 
 _lives = 0
 _never_freed: list[Any] = []
-
-_ACCUMULATE = {
-    ReduceOp.SUM: lambda mine, theirs: mine.add_(theirs),
-    ReduceOp.PRODUCT: lambda mine, theirs: mine.mul_(theirs),
-    ReduceOp.MIN: lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
-    ReduceOp.MAX: lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
-}
 
 
 class _Operation:
@@ -80,9 +84,35 @@ class _Operation:
     def pending(self, start: Callable[[], Any]) -> _Pending:
         """Start a message, or a native collective."""
         try:
-            return _Pending(self, start())
+            with self.backend.calls:
+                return _Pending(self, start())
         except self.backend.mpi_error as error:
             raise self.backend.failed(f"{self.what} failed in MPI: {error}.") from error
+
+
+class _Wait:
+    """Looks after one long wait: whether it is in vain, or has been too long."""
+
+    def __init__(self, operation: _Operation) -> None:
+        self._operation = operation
+        self._watch = Watch(operation.backend, operation.group, operation.number, operation.what)
+        self._departed: int | None = None
+
+    def look(self) -> None:
+        """Called now and then; raises when the wait must end."""
+        operation = self._operation
+        backend = operation.backend
+        if self._departed is not None:  # was seen before the last test, so that counted all it sent
+            raise backend.failed(
+                f"{operation.what} cannot finish on rank {backend.world.rank} of "
+                f"{backend.world.size}: rank {self._departed} has shut down without calling it."
+            )
+        self._departed = backend.departed_before(operation.group, operation.number)
+        try:
+            self._watch.look()
+        except StallError as error:
+            backend.failed(str(error))
+            raise
 
 
 class _Pending:
@@ -95,42 +125,33 @@ class _Pending:
         self._request = request
         operation.backend.active[id(request)] = request
 
+    def _test(self) -> bool:
+        with self._operation.backend.calls:
+            return bool(self._request.Test())
+
     def wait(self) -> None:
         backend = self._operation.backend
         try:
-            if not self._request.Test():
+            if not self._test():
                 self._wait_long()
         except backend.mpi_error as error:
             raise backend.failed(f"{self._operation.what} failed in MPI: {error}.") from error
         backend.active.pop(id(self._request), None)
 
     def _wait_long(self) -> None:
-        request, operation = self._request, self._operation
-        backend = operation.backend
-        begin = now = time.monotonic()
-        departed: int | None = None
-        while not request.Test():
-            now = time.monotonic()
-            if now - begin < _YIELDING:
+        begin = time.monotonic()
+        wait = _Wait(self._operation)
+        while not self._test():
+            waited = time.monotonic() - begin
+            if waited < _YIELDING:
                 os.sched_yield()
                 continue
             # The longer the wait, the less a pause adds to it.
-            time.sleep(min((now - begin) / 16, _LONGEST_PAUSE))
-            if departed is not None:  # was seen before the last test, so that counted all it sent
-                raise backend.failed(
-                    f"{operation.what} cannot finish on rank {backend.world.rank} of "
-                    f"{backend.world.size}: rank {departed} has shut down without calling it."
-                )
-            departed = backend.departed_before(operation.group, operation.number)
-            if now - begin > backend.timeout:
-                raise backend.failed(
-                    f"{operation.what} has waited {backend.timeout:g} s on rank "
-                    f"{backend.world.rank} of {backend.world.size} for a peer that has not called "
-                    "the same operation, or has died. init(timeout=...) sets this limit."
-                )
+            time.sleep(min(waited / 16, _LONGEST_PAUSE))
+            wait.look()
 
     def done(self) -> bool:
-        return bool(self._request.Test())
+        return self._test()
 
 
 class _MpiWork(Work):
@@ -166,6 +187,14 @@ class _RingTransport:
         )
 
 
+def _starts(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Each part's first element and length."""
+    return [
+        (end - count, count)
+        for end, count in zip(itertools.accumulate(counts), counts, strict=True)
+    ]
+
+
 def _pieces(buffer: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(buffer), MESSAGE_BYTES):
         yield buffer[start : start + MESSAGE_BYTES]
@@ -193,7 +222,6 @@ class MpiBackend(Backend):
                 )
             )
         mpi = load_mpi("The mpi backend")
-        self.timeout = timeout
         self.byte = mpi.BYTE
         self.mpi_error = mpi.Exception
         self._mpi = mpi
@@ -202,10 +230,12 @@ class MpiBackend(Backend):
         self._failure = ""
         self._listening = threading.Lock()
         self._departed: dict[int, dict[str, int]] = {}
-        self._goodbye: Any = mpi.REQUEST_NULL
+        self._waiting: dict[str, dict[int, int]] = {}
+        self._sent: list[Any] = []
+        self._notice: Any = mpi.REQUEST_NULL
         _lives += 1
-        # MPI may give a clone the context of one that was freed, with a farewell still in it.
-        self._goodbye_tag = _GOODBYE_TAG + _lives % _LIVES
+        # MPI may give a clone the context of one that was freed, with a notice still in it.
+        self._notice_tag = _NOTICE_TAG + _lives % _LIVES
         self._labels: dict[Group, str] = {}
         self._counts: dict[str, int] = {}
         self._cloned: dict[str, int] = {}
@@ -222,23 +252,43 @@ class MpiBackend(Backend):
                 "since gradients are reduced by a thread). Let mpi4py initialise MPI, or ask for "
                 "MPI_THREAD_MULTIPLE."
             )
-        self._threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
-        self.transports = frozenset({"mpi"} | ({"mpi_threads"} if self._threads else set()))
+        multiple = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.transports = frozenset({"mpi"} | ({"mpi_threads"} if multiple else set()))
+        #: held during each call of MPI, where MPI does not take calls of several threads at once
+        self.calls: Any = nullcontext() if multiple else threading.RLock()
         self.world = Group(tuple(range(parent.Get_size())), parent.Get_rank(), parent)
         native = self._clone(self.world)
         self.world = Group(self.world.ranks, self.world.rank, native)
         self._label(self.world, "world")
         self._listen()
 
-    # A rank that ends, be it by sys.exit in the midst of training, tells the others how many
-    # collectives it has started in each group, and waits until they end, too. They would wait for
-    # it in their next collective; so they listen.
+    # Beside their collectives the ranks listen to each other's notices. A rank that ends, be it by
+    # sys.exit in the midst of training, tells the others how many collectives it has started in
+    # each group: they would wait for it in their next one. And a rank that has waited for a while
+    # tells those that it may be waiting for.
 
     def _listen(self) -> None:
-        self._farewell = bytearray(_FAREWELL_BYTES)
-        self._goodbye = self.world.native.Irecv(
-            [self._farewell, self.byte], self._mpi.ANY_SOURCE, self._goodbye_tag
+        self._buffer = bytearray(_NOTICE_BYTES)
+        self._notice = self.world.native.Irecv(
+            [self._buffer, self.byte], self._mpi.ANY_SOURCE, self._notice_tag
         )
+
+    def _send_notice(self, notice: Any, ranks: Sequence[int]) -> None:
+        text = json.dumps(notice).encode()
+        with self.calls:
+            self._sent = [request for request in self._sent if not request.Test()]
+            self._sent += [
+                self.world.native.Isend([text, self.byte], rank, self._notice_tag)
+                for rank in ranks
+                if rank != self.world.rank
+            ]
+
+    def announce(self, group: Group, number: int) -> None:
+        self._send_notice([self._labels.get(group, ""), number], group.ranks)
+
+    def announced(self, group: Group) -> dict[int, int]:
+        self._hear()
+        return self._waiting.get(self._labels.get(group, ""), {})
 
     def _label(self, group: Group, label: str) -> None:
         """Name a group equally on all its ranks, for the counts that are sent at the end."""
@@ -263,11 +313,16 @@ class MpiBackend(Backend):
         return None
 
     def _hear(self) -> None:
-        with self._listening:
+        with self._listening, self.calls:
             status = self._mpi.Status()
-            while self._goodbye != self._mpi.REQUEST_NULL and self._goodbye.Test(status):
-                text = bytes(self._farewell[: status.Get_count()])
-                self._departed[status.Get_source()] = json.loads(text)
+            while self._notice != self._mpi.REQUEST_NULL and self._notice.Test(status):
+                notice = json.loads(bytes(self._buffer[: status.Get_count()]))
+                rank = status.Get_source()
+                if isinstance(notice, dict):
+                    self._departed[rank] = notice
+                else:
+                    label, number = notice
+                    self._waiting.setdefault(label, {})[rank] = number
                 self._listen()
 
     def check_usable(self, what: str) -> None:
@@ -287,26 +342,22 @@ class MpiBackend(Backend):
         if self._mpi.Is_finalized():
             return
         native = self.world.native
-        text = json.dumps(self._counts).encode()
-        if len(text) > _FAREWELL_BYTES:
-            text = b"{}"  # then the others find out by the time-out
-        farewells = [
-            native.Isend([text, self.byte], rank, self._goodbye_tag)
-            for rank in range(self.world.size)
-            if rank != self.world.rank
-        ]
+        counts = self._counts
+        if len(json.dumps(counts)) > _NOTICE_BYTES:
+            counts = {}  # then the others find out by the time-out
+        self._send_notice(counts, self.world.ranks)
         # The communicator is freed when nothing is under way on it any more. MPI may give its
         # number to the next one, and a message that comes late would be taken for a new one's.
         begin = time.monotonic()
         while not self._failure:
             self._hear()
             waited = time.monotonic() - begin
-            if len(self._departed) == self.world.size - 1 or waited > self.timeout:
+            if len(self._departed) == self.world.size - 1 or waited > self.patience.limit:
                 break
             time.sleep(min(waited / 16, _LONGEST_PAUSE))
-        self._mpi.Request.Waitall(farewells)  # short messages, which MPI takes at once
-        self._goodbye.Cancel()
-        self._goodbye.Wait()
+        self._mpi.Request.Waitall(self._sent)  # short messages, which MPI takes at once
+        self._notice.Cancel()
+        self._notice.Wait()
         if self._failure:
             # MPI may still write to the buffers of what failed: they live as long as the process.
             _never_freed.append(self.active)
@@ -330,8 +381,6 @@ class MpiBackend(Backend):
         return group
 
     def clone_group(self, group: Group) -> Group:
-        if not self._threads:
-            return group
         clone = Group(group.ranks, group.rank, self._clone(group))
         self._clones.append(clone.native)
         label = self._labels[group]
@@ -340,7 +389,8 @@ class MpiBackend(Backend):
         return clone
 
     def _clone(self, group: Group) -> Any:
-        native, request = group.native.Idup()
+        with self.calls:
+            native, request = group.native.Idup()
         _Operation(self, group, "init", False).pending(lambda: request).wait()
         return native
 
@@ -352,7 +402,7 @@ class MpiBackend(Backend):
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, group: Group, name: str) -> Work:
         operation = _Operation(self, group, f"allreduce {name!r}", True)
-        ring_allreduce(_RingTransport(operation), tensor, _ACCUMULATE[op])
+        ring_allreduce(_RingTransport(operation), tensor, ACCUMULATE[op])
         return Completed()
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Group, name: str) -> Work:
@@ -392,6 +442,39 @@ class MpiBackend(Backend):
             for root, (start, size) in enumerate(zip(starts, sizes, strict=True))
         ]
         return self._broadcasts(parts, operation)
+
+    def alltoall(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        group: Group,
+        name: str,
+    ) -> Work:
+        operation = _Operation(self, group, f"alltoall {name!r}", True)
+        comm, me, size, itemsize = group.native, group.me, group.size, tensor.element_size()
+        sources, targets = (
+            [data[start * itemsize : (start + count) * itemsize] for start, count in parts]
+            for data, parts in (
+                (wire(tensor), _starts(send_counts)),
+                (wire(output), _starts(receive_counts)),
+            )
+        )
+        targets[me][:] = sources[me]
+        pending = []
+        # In round k a rank talks to the peers k places before and behind it.
+        for k in range(1, size):
+            source, target = (me - k) % size, (me + k) % size
+            for calls, peer, buffer in (
+                (comm.Irecv, source, targets[source]),
+                (comm.Isend, target, sources[target]),
+            ):
+                pending += [
+                    operation.pending(partial(calls, [piece, self.byte], peer, _ALLTOALL_TAG))
+                    for piece in _pieces(buffer)
+                ]
+        return _MpiWork(pending)
 
     def barrier(self, group: Group) -> Work:
         operation = _Operation(self, group, "barrier", True)

@@ -67,7 +67,7 @@ class SerialBackend(Backend):
     def barrier(self, group: Group) -> Work:
         return Completed()
 
-    def exchange(self, payload: bytes, group: Group) -> list[bytes]:
+    def exchange(self, payload: bytes, group: Group, name: str = "control") -> list[bytes]:
         return [payload]
 
     def send(self, tensor: torch.Tensor, dst: int, group: Group) -> Work:

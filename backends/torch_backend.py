@@ -17,8 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from unidist.backends.base import Backend, Capability, Group, ReduceOp, Work, WorkGroup
-from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
+from unidist.backends.base import (
+    Backend,
+    Capability,
+    Group,
+    ReduceOp,
+    Watch,
+    Work,
+    WorkGroup,
+)
+from unidist.backends.errors import (
+    BackendUnavailable,
+    HorovodInternalError,
+    LaunchError,
+    StallError,
+)
 from unidist.backends.mpi_job import abort_mpi_job, check_world, load_mpi
 
 if TYPE_CHECKING:
@@ -58,23 +71,48 @@ _REDUCE_DTYPES = frozenset(
 )
 
 
-class TorchWork(Work):
-    """A torch.distributed work whose failure is a HorovodInternalError."""
+#: how long to wait at a time before looking around
+_GLANCE = timedelta(seconds=0.5)
 
-    def __init__(self, work: Any, what: str, keep: Any) -> None:
+
+class TorchWork(Work):
+    """A torch.distributed work whose failure is a HorovodInternalError.
+
+    Args:
+        watch: looks after a wait that takes long; None for a work on a device, which is not waited
+            for on the host.
+    """
+
+    def __init__(self, work: Any, what: str, keep: Any, watch: Watch | None = None) -> None:
         self._work = work
         self._what = what
         self._keep = keep
+        self._watch = watch
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            if self._watch is None:
+                self._work.wait()
+            else:
+                self._watch.begin()
+                while not self._glance():
+                    self._watch.look()
+        except StallError:
+            raise
         except RuntimeError as error:
             raise HorovodInternalError(
                 f"{self._what} failed in torch.distributed: {error}. A peer has not called the "
                 "same operation in time, or has died."
             ) from error
         self._keep = None
+
+    def _glance(self) -> bool:
+        try:
+            return bool(self._work.wait(_GLANCE))
+        except RuntimeError:
+            if not self._work.is_completed():  # the end of our patience
+                return False
+            return bool(self._work.wait())  # done meanwhile, or its own error again
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -150,8 +188,16 @@ class TorchBackend(Backend):
                 "`mpirun`."
             )
         self.timeout = timedelta(seconds=timeout)
+        # gloo's own limit of a wait comes after ours, which can say whom it waits for.
+        self._limit = timedelta(seconds=self.patience.limit + 10)
         self._owns_default = not dist.is_initialized()
         self._groups: list[Any] = []
+        # Of each group: a name equal on all its ranks, and how many collectives it has had.
+        self._labels: dict[Group, str] = {}
+        self._counts: dict[Group, int] = {}
+        self._cloned: dict[Group, int] = {}
+        self._made = 0
+        self._store: dist.Store | None = None
         # Groups of ours serve CPU tensors even where the script's default group does not.
         self._backends = backends = self._native_backends(launch)
         if self._owns_default:
@@ -162,10 +208,11 @@ class TorchBackend(Backend):
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             prefix = f"unidist/{restart}/{_generation}"
             _generation += 1
+            self._store = dist.PrefixStore(prefix, store)
             try:
                 dist.init_process_group(
                     backends,
-                    store=dist.PrefixStore(prefix, store),
+                    store=self._store,
                     rank=rank,
                     world_size=size,
                     timeout=self.timeout,
@@ -185,6 +232,7 @@ class TorchBackend(Backend):
         self.transports = frozenset({"gloo", "nccl"} if uses_nccl else {"gloo"})
         self.capabilities = frozenset({Capability.CUDA} if uses_nccl else ())
         self.world = Group(tuple(range(dist.get_world_size())), dist.get_rank(), native)
+        self._labels[self.world] = "world"
         if comm is None:
             check_world(launch, "torch.distributed", self.world.size, self.world.me)
 
@@ -232,34 +280,74 @@ class TorchBackend(Backend):
         super().abort()
 
     def new_group(self, ranks: Sequence[int]) -> Group:
-        native = dist.new_group(list(ranks), timeout=self.timeout, backend=self._backends)
+        native = dist.new_group(list(ranks), timeout=self._limit, backend=self._backends)
+        self._made += 1
         me = self.world.me
         if me not in ranks:
             return Group(tuple(ranks), None)
         self._groups.append(native)
-        return Group(tuple(ranks), ranks.index(me), native)
+        group = Group(tuple(ranks), ranks.index(me), native)
+        self._labels[group] = f"set {self._made}"
+        return group
 
     def clone_group(self, group: Group) -> Group:
-        if group is not self.world:  # torch.distributed makes groups with all ranks of the world
+        label = self._labels[group]
+        number = self._cloned[group] = self._cloned.get(group, 0) + 1
+        label = f"{label}.clone.{number}"
+        native: Any
+        if group is self.world:
+            native = dist.new_group(timeout=self._limit, backend=self._backends)
+            self._groups.append(native)
+        elif self._store is None or Capability.CUDA in self.capabilities:
             return group
-        native = dist.new_group(timeout=self.timeout, backend=self._backends)
-        self._groups.append(native)
-        return Group(group.ranks, group.rank, native)
+        else:
+            # torch.distributed makes groups with all ranks of the world; here are only members.
+            store = dist.PrefixStore(label, self._store)
+            native = dist.ProcessGroupGloo(store, group.me, group.size, self._limit)
+        clone = Group(group.ranks, group.rank, native)
+        self._labels[clone] = label
+        return clone
 
     def free_group(self, group: Group) -> None:
         if group.native is not None:
             self._groups.remove(group.native)
             dist.destroy_process_group(group.native)
 
+    # -- who is waiting -------------------------------------------------------------------------
+
+    def announce(self, group: Group, number: int) -> None:
+        if self._store is not None:
+            self._store.set(f"waiting/{self._labels[group]}/{self.world.rank}", str(number))
+
+    def announced(self, group: Group) -> dict[int, int]:
+        found: dict[int, int] = {}
+        if self._store is not None:
+            for rank in group.ranks:
+                key = f"waiting/{self._labels[group]}/{rank}"
+                if self._store.check([key]):
+                    found[rank] = int(self._store.get(key))
+        return found
+
     # -- collectives ------------------------------------------------------------------------------
 
+    def _work(self, work: Any, what: str, tensor: torch.Tensor, group: Group, keep: Any) -> Work:
+        number = self._counts[group] = self._counts.get(group, 0) + 1
+        on_host = tensor.device.type == "cpu"
+        return TorchWork(work, what, keep, Watch(self, group, number, what) if on_host else None)
+
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, group: Group, name: str) -> Work:
-        work = dist.all_reduce(tensor, _OPS[op], group.native, async_op=True)
-        return TorchWork(work, f"allreduce {name!r}", tensor)
+        if isinstance(group.native, dist.ProcessGroupGloo):  # see clone_group
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS[op]
+            work = group.native.allreduce([tensor], options)  # type: ignore[attr-defined]
+        else:
+            work = dist.all_reduce(tensor, _OPS[op], group.native, async_op=True)
+        return self._work(work, f"allreduce {name!r}", tensor, group, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Group, name: str) -> Work:
         work = dist.broadcast(tensor, group.ranks[root], group.native, async_op=True)
-        return TorchWork(work, f"broadcast {name!r} from rank {group.ranks[root]}", tensor)
+        what = f"broadcast {name!r} from rank {group.ranks[root]}"
+        return self._work(work, what, tensor, group, tensor)
 
     def allgather(
         self,
@@ -272,23 +360,41 @@ class TorchBackend(Backend):
         what = f"allgather {name!r}"
         if len(set(counts)) == 1:
             work = _all_gather_single(output, tensor, group.native, async_op=True)
-            return TorchWork(work, what, (output, tensor))
+            return self._work(work, what, tensor, group, (output, tensor))
         # Neither gloo nor NCCL gathers uneven parts: each rank broadcasts its own.
         parts = output.split(list(counts))
         parts[group.me].copy_(tensor)
         return WorkGroup(
             [
-                TorchWork(
-                    dist.broadcast(part, group.ranks[root], group.native, async_op=True), what, part
+                self._work(
+                    dist.broadcast(part, group.ranks[root], group.native, async_op=True),
+                    what,
+                    part,
+                    group,
+                    part,
                 )
                 for root, part in enumerate(parts)
                 if part.numel()
             ]
         )
 
+    def alltoall(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        group: Group,
+        name: str,
+    ) -> Work:
+        work = dist.all_to_all_single(
+            output, tensor, list(receive_counts), list(send_counts), group.native, async_op=True
+        )
+        return self._work(work, f"alltoall {name!r}", tensor, group, (output, tensor))
+
     def barrier(self, group: Group) -> Work:
         work = dist.barrier(group.native, async_op=True)
-        return TorchWork(work, "barrier", None)
+        return self._work(work, "barrier", torch.empty(0), group, None)
 
     # -- point to point ---------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ def exchange_json(record: Any, group: Group) -> list[Any]:
     """Every rank's record, in rank order. Blocks; all ranks of the group must call it."""
     runtime = basics.runtime()
     data = json.dumps(record).encode()
-    answers = runtime.engine.alone(lambda: runtime.backend.exchange(data, group))
-    return [json.loads(answer) for answer in answers]
+    name = runtime.name("exchange", None, group)
+    return [json.loads(answer) for answer in runtime.engine_of(group).exchange(data, name)]
 
 
 def digest(value: Any) -> str:
@@ -59,14 +59,23 @@ def agree_on_options(options: dict[str, Any], operation: str, group: Group) -> N
         HorovodInternalError: on all ranks, with both values.
     """
     peers = exchange_json(options, group)
-    for rank, theirs in zip(group.ranks, peers, strict=True):
-        differ = [name for name in options if theirs[name] != peers[0][name]]
+    check_options(dict(zip(group.ranks, peers, strict=True)), operation)
+
+
+def check_options(options: dict[int, dict[str, Any]], operation: str) -> None:
+    """Compare the options that ranks were given, by (world) rank.
+
+    Raises:
+        HorovodInternalError: two of them differ, with both values.
+    """
+    first, ours = next(iter(options.items()))
+    for rank, theirs in options.items():
+        differ = [name for name in theirs if theirs[name] != ours[name]]
         if differ:
             raise HorovodInternalError(
                 f"{operation} needs the same options on all ranks, but "
                 + "; ".join(
-                    f"{name} is {peers[0][name]!r} on rank {group.ranks[0]} and {theirs[name]!r} "
-                    f"on rank {rank}"
+                    f"{name} is {ours[name]!r} on rank {first} and {theirs[name]!r} on rank {rank}"
                     for name in differ
                 )
                 + "."

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from unidist import launch as launching
 from unidist.backends import create
-from unidist.backends.base import Backend, Group
+from unidist.backends.base import DEFAULT_TIMEOUT, Backend, Group, Patience
+from unidist.backends.errors import HorovodInternalError
 from unidist.engine import Engine
-from unidist.handles import HandleTable, Task
+from unidist.handles import HandleTable, Proposal, Task
 from unidist.launch import Launch
+from unidist.negotiation import Negotiator
 
 if TYPE_CHECKING:
     from unidist.process_sets import ProcessSet
-
-#: seconds that connecting, and later a single wait for the peers, may take; torch's own default
-DEFAULT_TIMEOUT = 1800.0
+    from unidist.timeline import Timeline
 
 
 @dataclass
@@ -53,8 +53,14 @@ class Runtime:
 
     backend: Backend
     place: Place
-    #: drives what is not a reducer's own
-    engine: Engine
+    #: called with each operation that is done, for traces
+    trace: Callable[[Task], None] | None = None
+    #: None unless HOROVOD_TIMELINE was set
+    timeline: Timeline | None = None
+    #: of the call of ``init``, to connect again in the same way
+    arguments: dict[str, Any] = field(default_factory=dict)
+    #: each drives one group's operations, but for those of an optimizer's lanes
+    engines: dict[Group, Engine] = field(default_factory=dict)
     #: the lanes that were made for each group, in the same order on all its ranks
     lanes: dict[Group, list[Lane]] = field(default_factory=dict)
     handles: HandleTable = field(default_factory=HandleTable)
@@ -63,6 +69,14 @@ class Runtime:
     #: how many operations without a name each kind has had in each group; counted by group, so
     #: that members and others go on having equal names in the world
     unnamed: dict[tuple[str, Group], int] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    #: shut down, or about to be
+    ended: bool = False
+    #: the process that is connected; one forked from it is not
+    process: int = field(default_factory=os.getpid)
+    #: threads that take part in the steps of others, while this rank has joined
+    idlers: list[threading.Thread] = field(default_factory=list)
+    idle_failures: list[BaseException] = field(default_factory=list)
 
     def take_lane(self, group: Group, free_everywhere: set[int]) -> Lane | None:
         """A lane of the group for one owner, until it sets ``free``. All members call it.
@@ -72,24 +86,89 @@ class Runtime:
         the numbers of those that are free on all. None where the backend has no clones.
         """
         lanes = self.lanes.setdefault(group, [])
-        if free_everywhere:
-            lane = lanes[min(free_everywhere)]
+        free = [i for i in sorted(free_everywhere) if lanes[i].free]  # nobody took it since
+        if free:
+            lane = lanes[free[0]]
             lane.free = False
             return lane
         clone = self.backend.clone_group(group)
-        if clone is group:
+        if clone is group and group.size > 1:
             return None
-        lanes.append(Lane(clone, Engine(_tracer(self.backend))))
+        lanes.append(Lane(clone, Engine(self.backend, clone, self.trace)))
         return lanes[-1]
 
     def free_lanes(self, group: Group) -> list[int]:
         """The numbers of this rank's free lanes of a group."""
         return [i for i, lane in enumerate(self.lanes.get(group, [])) if lane.free]
 
+    @property
+    def engine(self) -> Engine:
+        """The world's engine."""
+        return self.engine_of(self.backend.world)
+
+    def engine_of(self, group: Group) -> Engine:
+        """The engine of a group's operations: one that negotiates, unless the backend does."""
+        engine = self.engines.get(group)
+        if engine is None:
+            with self.lock:
+                engine = self.engines.get(group)
+                if engine is None:
+                    if self.ended:
+                        raise HorovodInternalError(
+                            "An operation was submitted during or after shutdown()."
+                        )
+                    engine = self.engines[group] = self._make_engine(group)
+        return engine
+
+    def _make_engine(self, group: Group) -> Engine:
+        from unidist.collective import refusal, stand_in
+
+        if self.backend.matches_by_name:
+            return Engine(self.backend, group, self.trace)
+        cycle = self.timeline.cycle if self.timeline is not None else None
+        return Negotiator(self.backend, group, stand_in, refusal, self.count_up, self.trace, cycle)
+
+    def stop(self, group: Group) -> None:
+        """Complete what was submitted for a group; nothing can be any more."""
+        for lane in self.lanes.pop(group, []):
+            lane.engine.stop()
+        engine = self.engines.pop(group, None)
+        if engine is not None:
+            engine.stop()
+
+    def begin_idle(self, idle: Callable[[], None]) -> None:
+        """Take part in the steps of others, in a thread, until all ranks have joined."""
+
+        def take_part() -> None:
+            try:
+                idle()
+            except BaseException as error:
+                self.idle_failures.append(error)
+
+        thread = threading.Thread(target=take_part, name="unidist-joined", daemon=True)
+        self.idlers.append(thread)
+        thread.start()
+
+    def end_idle(self) -> None:
+        """All ranks have joined: wait for the threads; raise what one of them raised."""
+        for thread in self.idlers:
+            thread.join()
+        failures, self.idlers, self.idle_failures = self.idle_failures, [], []
+        if failures:
+            raise failures[0]
+
+    def count_up(self, proposal: Proposal, group: Group) -> None:
+        """Go on counting unnamed operations where the others are, which have submitted one more."""
+        kind, *rest = proposal.name.split(".")
+        if len(rest) > 1 and rest[0] == "noname" and rest[1].isdecimal():
+            with self.lock:
+                self.unnamed[kind, group] = max(int(rest[1]), self.unnamed.get((kind, group), 0))
+
     def name(self, kind: str, name: str | None, group: Group) -> str:
         """The name of an operation: the caller's, or the next one of its kind in the group."""
         if name is None:
-            number = self.unnamed[kind, group] = self.unnamed.get((kind, group), 0) + 1
+            with self.lock:
+                number = self.unnamed[kind, group] = self.unnamed.get((kind, group), 0) + 1
             name = f"noname.{number}"
         if group is not self.backend.world:
             name += f".of.{'.'.join(map(str, group.ranks))}"
@@ -131,12 +210,14 @@ def init(
         timeout: seconds after which connecting, and later waiting for a peer, is an error.
 
     Raises:
-        ValueError: unknown backend, or launch variables that contradict each other.
+        ValueError: unknown backend, launch variables that contradict each other, or a
+            HOROVOD_TIMELINE that cannot be written.
         BackendUnavailable: the engine's library is missing or broken; says what to install.
         LaunchError: the engine cannot run under this launcher, or sees another world than it.
     """
     global _runtime
     from unidist import process_sets as sets
+    from unidist.timeline import Timeline
 
     with _life:
         if _runtime is not None:
@@ -149,16 +230,28 @@ def init(
         if name == "serial" and launch.size == 1:
             launch = Launch("none")
         engine = create(name)
+        engine.patience = Patience.from_environment(os.environ, timeout)
+        asked = comm
         launch, comm = _restrict(launch, comm, name)
         engine.init(launch, limit, comm)
+        timeline, problem = None, ""
         try:
-            place = _locate(engine, launch)
-            _runtime = Runtime(engine, place, Engine(_tracer(engine)))
+            try:
+                timeline = Timeline.from_environment(
+                    os.environ, engine.world.me, engine.world.size, engine.matches_by_name
+                )
+            except OSError as error:
+                problem = str(error)
+            place = _locate(engine, launch, problem)
+            _runtime = Runtime(engine, place, _tracer(engine, timeline), timeline)
+            _runtime.arguments = {"comm": asked, "backend": backend, "timeout": timeout}
             sets._activate_all(process_sets)
         except BaseException:
             if _runtime is not None:
                 sets._invalidate_all(_runtime.process_sets.values())
             _runtime = None
+            if timeline is not None:
+                timeline.stop()
             engine.shutdown()
             raise
         if engine.world.size > 1:
@@ -166,15 +259,22 @@ def init(
         atexit.register(shutdown)
 
 
-def _tracer(backend: Backend) -> Callable[[Task, float], None] | None:
-    """With UNIDIST_DEBUG=1, print a line for each operation: rank, name, elements, seconds."""
+def _tracer(backend: Backend, timeline: Timeline | None) -> Callable[[Task], None] | None:
+    """With UNIDIST_DEBUG=1, print a line for each operation: rank, name, elements, seconds.
+
+    And tell the timeline, on the rank that writes one.
+    """
+    record = timeline.record if timeline is not None and timeline.writes else None
     if os.environ.get("UNIDIST_DEBUG") != "1":
-        return None
+        return record
     world = backend.world
 
-    def trace(task: Task, seconds: float) -> None:
+    def trace(task: Task) -> None:
+        seconds = task.finished_at - task.started_at
         line = f"unidist {world.rank}/{world.size} {task.label} {task.items} items {seconds:.6f} s"
         print(line, file=sys.stderr, flush=True)
+        if record is not None:
+            record(task)
 
     return trace
 
@@ -212,15 +312,21 @@ def _restrict(launch: Launch, comm: Any, backend: str) -> tuple[Launch, Any]:
     return replace(launch, rank=ranks.index(launch.rank), size=len(ranks)), None
 
 
-def _locate(engine: Backend, launch: Launch) -> Place:
-    """Agree on who shares a node. Launchers tell their local ranks, or host names do."""
+def _locate(engine: Backend, launch: Launch, problem: str) -> Place:
+    """Agree on who shares a node. Launchers tell their local ranks, or host names do.
+
+    A problem of one rank is an error on all.
+    """
     mine = [launch.local_rank, launch.cross_rank, socket.gethostname()]
-    peers = [
-        json.loads(record) for record in engine.exchange(json.dumps(mine).encode(), engine.world)
-    ]
-    told = all(local is not None for local, _, _ in peers)
+    records = engine.exchange(json.dumps([mine, problem]).encode(), engine.world)
+    told = [json.loads(record) for record in records]
+    for rank, (_, theirs) in enumerate(told):
+        if theirs:
+            raise ValueError(f"Rank {rank} cannot start: {theirs}")
+    peers = [place for place, _ in told]
+    numbered = all(local is not None for local, _, _ in peers)
     # The launcher's own index of the node is better than a name: two agents may share a host.
-    grouped = told and all(cross is not None for _, cross, _ in peers)
+    grouped = numbered and all(cross is not None for _, cross, _ in peers)
     locals_seen: dict[Any, int] = {}
     nodes: list[Any] = []
     local_ranks: list[int] = []
@@ -230,7 +336,7 @@ def _locate(engine: Backend, launch: Launch) -> Place:
         index = locals_seen.get(key, 0)
         locals_seen[key] = index + 1
         nodes.append(key)
-        local_ranks.append(local if told else index)
+        local_ranks.append(local if numbered else index)
     # A subset of the launched ranks (comm=...) leaves holes in the launcher's numbering.
     for key, count in locals_seen.items():
         members = [r for r, node in enumerate(nodes) if node == key]
@@ -258,12 +364,16 @@ def shutdown() -> None:
             return
         ended, _runtime = _runtime, None
         atexit.unregister(shutdown)
+        if ended.process != os.getpid():
+            return  # the connections, and the threads that drive them, are the parent's
         try:
-            for lanes in ended.lanes.values():
-                for lane in lanes:
-                    lane.engine.stop()
-            ended.engine.stop()
+            with ended.lock:
+                ended.ended = True
+            for group in [*ended.lanes, *ended.engines]:
+                ended.stop(group)
         finally:
+            if ended.timeline is not None:
+                ended.timeline.stop()
             sets._invalidate_all(ended.process_sets.values())
             ended.backend.shutdown()
 
@@ -281,8 +391,12 @@ def _install_excepthook() -> None:
     def ends_the_job(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         previous(kind, value, trace)
         live = _runtime
-        if live is None or hasattr(sys, "ps1"):  # an interactive session goes on
+        if live is None or live.process != os.getpid():
             return
+        if hasattr(sys, "ps1"):  # an interactive session goes on
+            return
+        if live.timeline is not None:
+            live.timeline.stop()
         world = live.backend.world
         print(
             f"unidist: rank {world.rank} of {world.size} ended by an uncaught {kind.__name__}; "

@@ -11,11 +11,13 @@ first bucket is full early. ``plan`` is a pure function; the plan is agreed once
 
 The flags at the end travel with the gradients: one number per parameter, 1 where this rank has a
 gradient for it. After the reduction a 0 says that no rank had one, so that a parameter that nobody
-used keeps ``grad is None`` and is left alone by the optimizer, as in a single process.
+used keeps ``grad is None`` and is left alone by the optimizer, as in a single process. The very
+last number is 1 on a rank that has a step to do, and 0 on one that has joined (see ``join.py``).
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,10 +107,12 @@ class Bucket:
         self.sizes = [parameter.numel() for parameter in parameters]
         total, count = sum(self.sizes), len(parameters)
         first = parameters[0]
-        self.flat = torch.zeros(total + count, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(total + count + 1, dtype=first.dtype, device=first.device)
         #: the gradients without the flags
         self.gradients = self.flat[:total]
-        self.flags = self.flat[total:].fill_(1)
+        self.flags = self.flat[total:-1]
+        self.active = self.flat[-1:]
+        self.reset_flags()
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter, size, keeps_strides in zip(parameters, self.sizes, dense, strict=True):
@@ -121,6 +125,19 @@ class Bucket:
             start += size
         #: views whose gradient is not there yet
         self.missing = count
+
+    def reset_flags(self) -> None:
+        """Say that every gradient is there, and a step to do."""
+        self.flags.fill_(1)
+        self.active.fill_(1)
+
+    def zeros(self) -> Bucket:
+        """A bucket of the same layout, for a rank that has joined."""
+        shadow = copy.copy(self)
+        shadow.flat = torch.zeros_like(self.flat)
+        shadow.gradients = shadow.flat[: self.gradients.numel()]
+        shadow.active = shadow.flat[-1:]
+        return shadow
 
 
 def keeps_strides(parameter: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ and logged. Momentum and other state stays local to each rank, as in Horovod.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from unidist.agreement import agree_on_options, agree_on_tensors
 from unidist.backends.base import Backend, Completed, Group, ReduceOp, Work
 from unidist.basics import Runtime
 from unidist.bucket import Bucket, Shape, bucket_limit, check_still_frozen, plan
+from unidist.collective import STAND_INS
 from unidist.compression import Compressor, compression_name
-from unidist.handles import Task
+from unidist.handles import Peers, Proposal, Task
 from unidist.ops import native_adasum, reduce_flats
 from unidist.process_sets import ProcessSet, member_group
 
@@ -63,15 +64,16 @@ class DeltaReducer:
         """Replace each parameter by its start plus the combined change. All ranks must call it."""
         runtime = basics.runtime()
         group = member_group(self._process_set, "DistributedOptimizer")
+        engine = runtime.engine_of(group)
         tasks = []
         for (bucket, parameters), starts in zip(self._buckets, self._starts, strict=True):
             for view, parameter, start in zip(bucket.views, parameters, starts, strict=True):
                 torch.sub(parameter.detach(), start, out=view)
-            tasks.append(runtime.engine.submit(self._task(runtime.backend, group, bucket)))
+            tasks.append(engine.submit(self._task(runtime.backend, group, bucket)))
         for task, (bucket, parameters), starts in zip(
             tasks, self._buckets, self._starts, strict=True
         ):
-            runtime.engine.wait(task).result()
+            engine.wait(task).result()
             for view, parameter, start in zip(bucket.views, parameters, starts, strict=True):
                 parameter.detach().copy_(start.add_(view))
         self._starts = []
@@ -107,14 +109,6 @@ class DeltaReducer:
         flat = compressed.cpu()
         if flat.dtype not in ADASUM_DTYPES:
             flat = flat.float()
-        native = native_adasum(backend, group)
-
-        def start() -> Work:
-            if native:
-                parts = list(flat.split(bucket.sizes))
-                return reduce_flats(parts, ReduceOp.ADASUM, backend, group, bucket.name)
-            adasum_(flat, bucket.sizes, backend, group)
-            return Completed()
 
         def finish() -> Any:
             if compressed is not flat:
@@ -122,4 +116,35 @@ class DeltaReducer:
             if compressed is not deltas:
                 deltas.copy_(self._compression.decompress(compressed, context))
 
-        return Task(start, finish, native, bucket.name, flat.numel())
+        return _combine(backend, group, bucket.name, flat, bucket.sizes, finish)
+
+
+def _combine(
+    backend: Backend,
+    group: Group,
+    name: str,
+    flat: torch.Tensor,
+    sizes: Sequence[int],
+    finish: Callable[[], Any],
+) -> Task:
+    """The task that combines changes laid end to end in ``flat``, on the CPU."""
+    native = native_adasum(backend, group)
+    terms = {"dtype": str(flat.dtype).removeprefix("torch."), "sizes": list(sizes)}
+
+    def start(peers: Peers | None) -> Work:
+        if native:
+            return reduce_flats(list(flat.split(sizes)), ReduceOp.ADASUM, backend, group, name)
+        adasum_(flat, sizes, backend, group)
+        return Completed()
+
+    return Task(start, finish, Proposal("deltas", name, terms), native, flat.numel())
+
+
+def _stand_in(runtime: Runtime, group: Group, proposal: Proposal) -> Task:
+    """No change at all, from a rank that has joined."""
+    sizes = proposal.terms["sizes"]
+    flat = torch.zeros(sum(sizes), dtype=getattr(torch, proposal.terms["dtype"]), device="cpu")
+    return _combine(runtime.backend, group, proposal.name, flat, sizes, lambda: None)
+
+
+STAND_INS["deltas"] = _stand_in

@@ -17,7 +17,7 @@ from unidist import basics
 from unidist.agreement import agree_on_tensors
 from unidist.backends.errors import HorovodInternalError
 from unidist.layout import check_tensor
-from unidist.ops import broadcast_, root_in_group
+from unidist.movement import broadcast_, root_in_group
 from unidist.process_sets import ProcessSet, global_process_set, member_group
 
 #: bytes of one packed message
@@ -174,14 +174,14 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
             error.
     """
     runtime = basics.runtime()
-    backend = runtime.backend
     failure: Exception | None = None
     data = _FAILED
     try:
         data = _PICKLED + cloudpickle.dumps(obj)
     except Exception as error:  # the others wait for an answer
         failure = error
-    parts = runtime.engine.alone(lambda: backend.exchange(data, backend.world))
+    full_name = runtime.name("allgather_object", name, runtime.backend.world)
+    parts = runtime.engine.exchange(data, full_name)
     if failure is not None:
         raise failure
     failed = [rank for rank, part in enumerate(parts) if part[:1] == _FAILED]

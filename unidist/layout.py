@@ -167,6 +167,40 @@ class Wire:
             return output.copy_(value)
         return value
 
+    def row_width(self, moved: torch.Tensor) -> int:
+        """Elements of ``moved`` in one row of the caller's tensor."""
+        width = 2 if self._tensor.is_complex() else 1
+        for length in self._tensor.shape[1:]:
+            width *= length
+        return width * self._source.element_size() // moved.element_size()
+
+    def rows(self, moved: torch.Tensor) -> torch.Tensor:
+        """``moved`` in the caller's shape, or as rows of bytes."""
+        count = self._tensor.shape[0]
+        if moved.dtype != self._source.dtype:
+            return moved.view(count, self.row_width(moved))
+        return moved.view(count, *self._trailing())
+
+    def _trailing(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape[1:]) + ((2,) if self._tensor.is_complex() else ())
+
+    def new_rows(self, moved: torch.Tensor, count: int) -> torch.Tensor:
+        """A tensor like the caller's but of ``count`` rows, from elements that a backend gave."""
+        dtype = self._source.dtype
+        if moved.dtype != dtype:
+            as_bytes = moved.dtype == torch.uint8 and dtype != torch.uint8
+            moved = moved.view(-1).view(dtype) if as_bytes and moved.numel() else moved.to(dtype)
+        value = self._as_caller(moved.view(count, *self._trailing()))
+        value = value.to(self._tensor.device)
+        for channels_last, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+            if (
+                self._tensor.dim() == dimensions
+                and not self._tensor.is_contiguous()
+                and self._tensor.is_contiguous(memory_format=channels_last)
+            ):
+                value = value.contiguous(memory_format=channels_last)
+        return value
+
     def _as_caller(self, source: torch.Tensor) -> torch.Tensor:
         if self._tensor.is_complex():
             return torch.view_as_complex(source)

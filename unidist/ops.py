@@ -1,13 +1,7 @@
-"""The collectives a user calls: checks, layout, averages, autograd. Backends only move and add.
-
-Every call becomes one task of the engine: ``start`` hands the flat wire to the backend, ``finish``
-turns what comes back into the caller's dtype, shape, device and memory format. A blocking call
-runs its task at once; an ``_async`` one returns an integer handle for ``poll``/``synchronize``.
-"""
+"""Reductions of a tensor, or of several as one, over all ranks: allreduce and its forms."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,18 +10,29 @@ import torch
 from unidist import basics
 from unidist.adasum import ADASUM_DTYPES, adasum_
 from unidist.backends.base import (
+    ACCUMULATE,
     Backend,
     Capability,
     Completed,
     Group,
     ReduceOp,
-    Rows,
     Work,
     WorkGroup,
 )
 from unidist.basics import Runtime
+from unidist.collective import (
+    INLINE_BYTES,
+    STAND_INS,
+    describe,
+    from_payload,
+    inline_payload,
+    run,
+    submit,
+    tensors_of,
+    wire_device,
+)
 from unidist.compression import Compression, Compressor
-from unidist.handles import Task
+from unidist.handles import Peers, Proposal, Task
 from unidist.layout import (
     NARROW_INTEGERS,
     Wire,
@@ -39,23 +44,7 @@ from unidist.layout import (
 )
 from unidist.process_sets import ProcessSet, global_process_set, member_group
 from unidist.reduction import Reduction, resolve
-
-_HOST = torch.device("cpu")
-
-
-def wire_device(backend: Backend, tensor: torch.Tensor) -> torch.device | None:
-    """Where a backend wants a tensor's elements: where they are, or in host memory."""
-    if tensor.device.type == "cpu" or Capability.CUDA in backend.capabilities:
-        return None
-    return _HOST
-
-
-def is_inline(backend: Backend, wire: torch.Tensor) -> bool:
-    """Whether the submitter starts the task itself (see engine.py)."""
-    return backend.matches_by_name or wire.device.type != "cpu"
-
-
-# -- allreduce --------------------------------------------------------------------------------
+from unidist.streams import order_of
 
 
 def reduce_flats(
@@ -121,39 +110,71 @@ def _allreduce_task(
     postscale_factor: float,
     process_set: ProcessSet,
     in_place: bool,
-) -> tuple[Runtime, Task]:
+) -> tuple[Runtime, Group, Task]:
     """Check and pack; the task's value is the list of results."""
     runtime = basics.runtime()
     group = member_group(process_set, kind)
-    backend = runtime.backend
     for tensor in tensors:
         check_tensor(tensor, kind, in_place)
         check_reduction(tensor, op.native, op is Reduction.AVERAGE, kind)
+    terms = describe(tensors, grouped=kind != "allreduce") | {
+        "op": op.value,
+        "prescale_factor": float(prescale_factor),
+        "postscale_factor": float(postscale_factor),
+    }
+    proposal = Proposal(kind, runtime.name(kind, name, group), terms)
+    return runtime, group, _make_task(runtime, group, proposal, tensors, op, in_place)
+
+
+def _make_task(
+    runtime: Runtime,
+    group: Group,
+    proposal: Proposal,
+    tensors: Sequence[torch.Tensor],
+    op: Reduction,
+    in_place: bool,
+) -> Task:
+    backend = runtime.backend
     adasum = op is Reduction.ADASUM
+    prescale_factor = proposal.terms["prescale_factor"]
+    postscale_factor = proposal.terms["postscale_factor"]
     reducible = ADASUM_DTYPES if adasum else backend.reduce_dtypes
     if op is Reduction.AVERAGE:
         reducible -= NARROW_INTEGERS  # their sum may not fit where their average does
     wires = []
+    natives = []
     for tensor in tensors:
         wire = Wire(tensor, in_place, wire_device(backend, tensor))
         wire.widen(reducible)
         wires.append(wire)
-    full_name = runtime.name(kind, name, group)
+        natives.append(as_bool_op(op.native) if tensor.dtype == torch.bool else op.native)
+    flats = [wire.flat for wire in wires]
     packs: list[_Pack] = []
+    if not adasum:
+        scaled = flats
+        if prescale_factor != 1.0:
+            scaled = [flat.clone() for flat in flats] if _small(flats) else []
+            for flat in scaled:
+                scale_(flat, prescale_factor)
+        if scaled:
+            proposal.payload = inline_payload(runtime, group, scaled)
 
-    def start() -> Work:
+    def start(peers: Peers | None) -> Work:
+        if peers is not None and any(peer is not None and peer.payload for peer in peers):
+            _reduce_payloads(peers, flats, natives)
+            return Completed()
         by_op: dict[ReduceOp, list[torch.Tensor]] = {}
-        for wire, tensor in zip(wires, tensors, strict=True):
-            scale_(wire.flat, prescale_factor)
-            native = as_bool_op(op.native) if tensor.dtype == torch.bool else op.native
-            by_op.setdefault(native, []).append(wire.flat)
+        for flat, native in zip(flats, natives, strict=True):
+            scale_(flat, prescale_factor)
+            by_op.setdefault(native, []).append(flat)
         works = []
-        for native, flats in by_op.items():
+        for native, members in by_op.items():
             if not adasum:  # which has coefficients for each tensor
-                packed = _packs(flats)
+                packed = _packs(members)
                 packs.extend(packed)
-                flats = [pack.flat for pack in packed]
-            works.append(reduce_flats(flats, native, backend, group, f"{full_name}.{native.value}"))
+                members = [pack.flat for pack in packed]
+            name = f"{proposal.name}.{native.value}"
+            works.append(reduce_flats(members, native, backend, group, name))
         return WorkGroup(works)
 
     def finish() -> list[torch.Tensor]:
@@ -167,24 +188,52 @@ def _allreduce_task(
         return list(tensors) if in_place else results
 
     # Our own Adasum sends several messages, whose order counts on every backend.
-    inline = (
-        bool(wires)
-        and not (adasum and not native_adasum(backend, group))
-        and is_inline(backend, wires[0].flat)
-    )
-    items = sum(wire.flat.numel() for wire in wires)
-    return runtime, Task(start, finish, inline, full_name, items)
+    inline = backend.matches_by_name and not (adasum and not native_adasum(backend, group))
+    items = sum(flat.numel() for flat in flats)
+    order = None if inline else order_of(tensors)
+    return Task(start, finish, proposal, inline, items, order)
+
+
+def _small(flats: Sequence[torch.Tensor]) -> bool:
+    return sum(flat.numel() * flat.element_size() for flat in flats) <= INLINE_BYTES
+
+
+def _reduce_payloads(
+    peers: Peers, flats: Sequence[torch.Tensor], natives: Sequence[ReduceOp]
+) -> None:
+    """Reduce what has travelled with the control message, in rank order, into the flat wires."""
+    offset = 0
+    for flat, native in zip(flats, natives, strict=True):
+        count = flat.numel()
+        for rank, peer in enumerate(peers):
+            if peer is None or peer.payload is None:  # joined
+                part = torch.zeros_like(flat)
+            else:
+                part = from_payload(peer.payload, flat, count, offset)
+            if rank:
+                ACCUMULATE[native](flat, part)
+            else:
+                flat.copy_(part)
+        offset += count * flat.element_size()
+
+
+def _stand_in(runtime: Runtime, group: Group, proposal: Proposal) -> Task:
+    tensors = tensors_of(proposal)
+    op = Reduction(proposal.terms["op"])
+    own = Proposal(proposal.kind, proposal.name, proposal.terms)
+    return _make_task(runtime, group, own, tensors, op, in_place=True)
+
+
+STAND_INS["allreduce"] = STAND_INS["grouped_allreduce"] = _stand_in
 
 
 def _run_allreduce(*arguments: Any) -> list[torch.Tensor]:
-    runtime, task = _allreduce_task(*arguments)
-    results: list[torch.Tensor] = runtime.engine.run(task).result()
+    results: list[torch.Tensor] = run(*_allreduce_task(*arguments))
     return results
 
 
 def _submit_allreduce(*arguments: Any, single: bool) -> int:
-    runtime, task = _allreduce_task(*arguments)
-    return runtime.handles.add(runtime.engine.submit(task), single)
+    return submit(*_allreduce_task(*arguments), single)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -456,277 +505,3 @@ def grouped_allreduce_async_(
         True,
         single=False,
     )
-
-
-# -- allgather --------------------------------------------------------------------------------
-
-
-def _allgather_task(tensor: Any, name: str | None, process_set: ProcessSet) -> tuple[Runtime, Task]:
-    runtime = basics.runtime()
-    group = member_group(process_set, "allgather")
-    backend = runtime.backend
-    check_tensor(tensor, "allgather")
-    if tensor.dim() == 0:
-        raise ValueError(
-            "allgather concatenates along the first dimension, but got a tensor without "
-            "dimensions; pass tensor.reshape(1)."
-        )
-    source = Wire(tensor, in_place=True, device=wire_device(backend, tensor))
-    trailing = tuple(tensor.shape[1:]) + ((2,) if tensor.is_complex() else ())
-    rows = source.flat.view(tensor.shape[0], *trailing)
-    moved = rows if rows.dtype in backend.move_dtypes else _row_bytes(rows)
-    full_name = runtime.name("allgather", name, group)
-    started: list[Rows] = []
-
-    def start() -> Work:
-        started.append(backend.allgather_rows(moved, group, full_name))
-        return started[0]
-
-    def finish() -> torch.Tensor:
-        output = started[0].output
-        shape = (output.shape[0], *trailing)
-        if moved is not rows:
-            output = output.view(rows.dtype) if output.numel() else rows.new_empty(shape)
-        output = output.view(shape)
-        if tensor.is_complex():
-            output = torch.view_as_complex(output)
-        elif tensor.dtype == torch.bool:
-            output = output.view(torch.bool)
-        return output.to(tensor.device)
-
-    return runtime, Task(start, finish, is_inline(backend, moved), full_name, moved.numel())
-
-
-def _row_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Each row as bytes: shape (rows, bytes of a row)."""
-    width = 1
-    for length in rows.shape[1:]:
-        width *= length
-    return rows.view(rows.shape[0], width).view(torch.uint8)
-
-
-class _Allgather(torch.autograd.Function):
-    """The gradient is averaged over the ranks, and each rank keeps the rows that were its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet
-    ) -> torch.Tensor:
-        ctx.rows = tensor.shape[0]
-        ctx.process_set = process_set
-        runtime, task = _allgather_task(tensor, name, process_set)
-        output: torch.Tensor = runtime.engine.run(task).result()
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        averaged = allreduce(gradient, op=Reduction.AVERAGE, process_set=ctx.process_set)
-        rows = torch.tensor([ctx.rows], device="cpu")
-        counts = allgather(rows, process_set=ctx.process_set)
-        start = int(counts[: ctx.process_set.rank()].sum())
-        return averaged.narrow(0, start, ctx.rows), None, None
-
-
-def allgather(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Concatenate the ranks' tensors along the first dimension, in rank order.
-
-    Args:
-        tensor: at least one dimension. The first may differ between ranks, and be 0; the others
-            and the dtype must agree.
-        name: names the operation in errors and timelines; equal on all ranks.
-        process_set: the ranks that take part; all of them must call.
-
-    Returns:
-        A new tensor, equal on all ranks. Differentiable: each rank gets its rows of the averaged
-        gradient.
-
-    Raises:
-        ValueError: before init; no dimension; this rank is not in the set.
-        HorovodInternalError: dtypes or the other dimensions differ between ranks, on all of them;
-            a peer failed or came too late.
-    """
-    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-        output: torch.Tensor = _Allgather.apply(tensor, name, process_set)
-        return output
-    runtime, task = _allgather_task(tensor, name, process_set)
-    return runtime.engine.run(task).result()
-
-
-def allgather_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start ``allgather``; ``synchronize(handle)`` returns the new tensor."""
-    runtime, task = _allgather_task(tensor, name, process_set)
-    return runtime.handles.add(runtime.engine.submit(task))
-
-
-# -- broadcast --------------------------------------------------------------------------------
-
-
-def root_in_group(root_rank: int, group: Group, operation: str) -> int:
-    """Translate a global root rank to the group's; ValueError when it is not a member."""
-    if root_rank not in group.ranks:
-        raise ValueError(
-            f"{operation} got root_rank={root_rank!r}, which is a global rank and must be one of "
-            f"{list(group.ranks)}."
-        )
-    return group.ranks.index(root_rank)
-
-
-def _broadcast_task(
-    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
-) -> tuple[Runtime, Task]:
-    runtime = basics.runtime()
-    group = member_group(process_set, "broadcast")
-    backend = runtime.backend
-    check_tensor(tensor, "broadcast", in_place)
-    root = root_in_group(root_rank, group, "broadcast")
-    wire = Wire(tensor, in_place, wire_device(backend, tensor))
-    moved = wire.moved(backend.move_dtypes)
-    full_name = runtime.name("broadcast", name, group)
-
-    def start() -> Work:
-        if moved.numel() == 0:
-            return Completed()
-        return backend.broadcast(moved, root, group, full_name)
-
-    def finish() -> torch.Tensor:
-        result = wire.result()
-        return tensor if in_place else result
-
-    return runtime, Task(start, finish, is_inline(backend, moved), full_name, moved.numel())
-
-
-class _Broadcast(torch.autograd.Function):
-    """The gradient is averaged over the ranks; only the root's tensor has had an influence."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        root_rank: int,
-        name: str | None,
-        process_set: ProcessSet,
-    ) -> torch.Tensor:
-        ctx.root_rank = root_rank
-        ctx.process_set = process_set
-        runtime, task = _broadcast_task(tensor, root_rank, name, process_set, False)
-        output: torch.Tensor = runtime.engine.run(task).result()
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        averaged = allreduce(gradient, op=Reduction.AVERAGE, process_set=ctx.process_set)
-        if basics.rank() != ctx.root_rank:
-            averaged = torch.zeros_like(averaged)
-        return averaged, None, None, None
-
-
-def broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Return the root's tensor on every rank, as a new tensor.
-
-    Args:
-        tensor: on every rank of the root's shape and dtype; only the root's values matter.
-        root_rank: the GLOBAL rank to take it from, with a process set too.
-        name: names the operation in errors and timelines; equal on all ranks.
-        process_set: the ranks that take part; all of them must call.
-
-    Returns:
-        A new tensor, on the root too. Differentiable: the root gets the averaged gradient, the
-        others zeros.
-
-    Raises:
-        ValueError: before init; the root is not in the set; this rank is not in the set.
-        HorovodInternalError: a peer failed or came too late.
-    """
-    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-        output: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
-        return output
-    runtime, task = _broadcast_task(tensor, root_rank, name, process_set, False)
-    return runtime.engine.run(task).result()
-
-
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start ``broadcast``; ``synchronize(handle)`` returns the new tensor."""
-    runtime, task = _broadcast_task(tensor, root_rank, name, process_set, False)
-    return runtime.handles.add(runtime.engine.submit(task))
-
-
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Overwrite the tensor with the root's and return it; arguments as in ``broadcast``."""
-    runtime, task = _broadcast_task(tensor, root_rank, name, process_set, True)
-    output: torch.Tensor = runtime.engine.run(task).result()
-    return output
-
-
-def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start ``broadcast_``; leave the tensor alone until ``synchronize(handle)`` returns it."""
-    runtime, task = _broadcast_task(tensor, root_rank, name, process_set, True)
-    return runtime.handles.add(runtime.engine.submit(task))
-
-
-# -- barrier and handles ----------------------------------------------------------------------
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once every rank of the set has called."""
-    runtime = basics.runtime()
-    group = member_group(process_set, "barrier")
-    task = Task(lambda: runtime.backend.barrier(group), lambda: None, label="barrier")
-    runtime.engine.run(task).result()
-
-
-def poll(handle: int) -> bool:
-    """Whether ``synchronize(handle)`` would return without waiting.
-
-    Raises:
-        ValueError: the handle is unknown, or was synchronized already.
-    """
-    task = basics.runtime().handles.get(handle)
-    if task is None:
-        raise ValueError(f"poll got handle {handle!r}, which is not that of an operation under way")
-    done = task.done()
-    if not done:
-        time.sleep(0)  # a loop around poll() would keep the interpreter from the engine's thread
-    return done
-
-
-def synchronize(handle: int) -> Any:
-    """Wait for an asynchronous operation and return its result; None for an unknown handle.
-
-    Raises:
-        HorovodInternalError: the operation failed. The handle is used up all the same.
-    """
-    runtime = basics.runtime()
-    entry = runtime.handles.pop(handle)
-    if entry is None:
-        return None
-    task, single = entry
-    value = runtime.engine.wait(task).result()
-    return value[0] if single else value

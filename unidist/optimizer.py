@@ -62,6 +62,20 @@ class DistributedMixin:
     # torch wraps a class' step to run the step hooks; the user's class has that wrapper already.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Finish the reduction before a GradScaler looks at the gradients.
+
+        Its ``step`` asks for this first of all, then divides the gradients and tests them for
+        infinities. All ranks have to see the same ones, or they disagree about skipping the step.
+        """
+        self._unidist.settle()
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = supports
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget the gradients; arguments are those of the user's class (``set_to_none``).
 

@@ -150,7 +150,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             raise ValueError(
                 f"A process set with the ranks {ranks} is already active: {other}. Use that one."
             )
-    group = runtime.engine.alone(lambda: runtime.backend.new_group(ranks))
+    name = runtime.name("add_process_set", None, runtime.backend.world)
+    group = runtime.engine.call(lambda: runtime.backend.new_group(ranks), name)
     identifier = runtime.next_process_set_id
     runtime.next_process_set_id += 1
     process_set._activate(identifier, group)
@@ -168,7 +169,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set is global_process_set or identifier is None or process_set.group is None:
         return False
     group = process_set.group
-    runtime.engine.alone(lambda: runtime.backend.free_group(group))
+    runtime.stop(group)
+    name = runtime.name("remove_process_set", None, runtime.backend.world)
+    runtime.engine.call(lambda: runtime.backend.free_group(group), name)
     del runtime.process_sets[identifier]
     process_set._invalidate()
     return True

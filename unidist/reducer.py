@@ -7,13 +7,14 @@ A step on every rank ::
     engine        └─ all-reduce 0 ──────└─ all-reduce 1 ─ …         in index order on every rank
     synchronize()                             └─ zeros for what is missing, launch the rest, wait
 
-The first ``synchronize`` agrees on the plan with a few control messages: the same parameters and
+The first ``synchronize`` agrees on the plan with one control message: the same parameters and
 options everywhere, the order in which gradients came on rank 0, which of them are sparse. Later
 steps add none.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 import weakref
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 
 from unidist import basics
-from unidist.agreement import agree_on_options, agree_on_tensors, digest, exchange_json
-from unidist.backends.base import Group, ReduceOp, Work
+from unidist.agreement import agree_on_tensors, check_options, digest
+from unidist.backends.base import Completed, Group, ReduceOp, Work
+from unidist.backends.errors import HorovodInternalError
 from unidist.basics import Lane, Runtime
 from unidist.bucket import (
     FIRST_BUCKET_BYTES,
@@ -35,12 +37,26 @@ from unidist.bucket import (
     keeps_strides,
     plan,
 )
+from unidist.collective import STAND_INS, run, wire_device
 from unidist.compression import Compressor, compression_name
 from unidist.engine import Engine
-from unidist.handles import Task
+from unidist.handles import Peers, Proposal, Task
 from unidist.layout import Wire
-from unidist.ops import allgather_async, is_narrowed, synchronize, wire_device
+from unidist.movement import allgather_async
+from unidist.ops import is_narrowed
 from unidist.process_sets import ProcessSet, member_group
+from unidist.streams import order_of
+from unidist.synchronization import synchronize
+
+#: all reducers of this process, in the order in which they were made
+_reducers: list[weakref.ref[Reducer]] = []
+
+
+def live_reducers(group: Group | None = None) -> list[Reducer]:
+    """The reducers that exist, of one group or of all."""
+    found = [reducer for reference in _reducers if (reducer := reference()) is not None]
+    _reducers[:] = [weakref.ref(reducer) for reducer in found]
+    return [r for r in found if not r.closed and group in (None, r.process_set.group)]
 
 
 class _Watched:
@@ -102,7 +118,7 @@ class Reducer:
         self._average = average
         self._predivide = predivide
         self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
+        self.process_set = process_set
         self._lock = threading.Lock()
         self._runtime: Runtime | None = None
         self._group: Group | None = None
@@ -120,8 +136,10 @@ class Reducer:
         self._tasks: list[Task] = []
         #: whether a gradient has come since the last reduction
         self.dirty = False
+        self.closed = False
         self._group_of = {name: g for g, names in enumerate(groups) for name in names}
         self._watch(named)
+        _reducers.append(weakref.ref(self))
 
     # -- hooks --------------------------------------------------------------------------------
 
@@ -142,6 +160,7 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks, and leave the lane to others."""
+        self.closed = True
         for watched in self._watched:
             watched.hook.remove()
         self._leave_lane()
@@ -244,15 +263,87 @@ class Reducer:
     def _make_plan(self) -> None:
         """Agree with the peers, then build the buckets and move the gradients into them."""
         runtime = basics.runtime()
-        group = member_group(self._process_set, "DistributedOptimizer")
+        group = member_group(self.process_set, "DistributedOptimizer")
         if self._runtime is not None:  # shut down and initialised again since
             self._forget_plan()
-        limit = bucket_limit()
+        run(runtime, group, self._plan_task(runtime, group, runtime.name("plan", None, group)))
+
+    def _plan_task(self, runtime: Runtime, group: Group, name: str) -> Task:
+        """Exchange what the plan depends on, and build it as soon as all have told."""
+        mine = self._describe(runtime, group)
+        payload = json.dumps(mine).encode()
+        answers: list[dict[str, Any] | None] = []
+
+        def start(peers: Peers | None) -> Work:
+            if peers is None:
+                told: list[bytes | None] = list(runtime.backend.exchange(payload, group, name))
+            else:
+                told = [None if peer is None else peer.payload for peer in peers]
+            answers.extend(None if one is None else json.loads(one) for one in told)
+            return Completed()
+
+        def finish() -> None:
+            told = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+            first = next(iter(told.values()))
+            if group.me not in told and any(mine[k] != first[k] for k in ("tensors", "options")):
+                raise HorovodInternalError(
+                    "The other ranks make the first step of an optimizer whose parameters or "
+                    "options are not those of this rank, which has joined. Wrap the same optimizers"
+                    " on all ranks, in one order."
+                )
+            self._build(runtime, group, told)
+
+        return Task(start, finish, Proposal("plan", name, payload=payload))
+
+    def _describe(self, runtime: Runtime, group: Group) -> dict[str, Any]:
+        """What the plan depends on, on this rank."""
         for watched in self._watched:
             gradient = watched.parameter.grad
             if gradient is not None and gradient.is_sparse:
                 watched.sparse_dim = gradient.sparse_dim()
-        order, sparse, dense, free = self._agree(runtime, group, limit)
+        tensors = [[w.name, str(w.parameter.dtype), list(w.parameter.shape)] for w in self._watched]
+        strides = [
+            list(w.parameter.stride()) if keeps_strides(w.parameter) else None
+            for w in self._watched
+        ]
+        return {
+            "tensors": digest(tensors),
+            "options": {
+                "compression": compression_name(self._compression),
+                "op": "Average" if self._average else "Sum",
+                "gradient_predivide_factor": self._predivide,
+                "groups": digest(sorted(self._group_of.items())),
+                "sparse_as_dense": self._sparse_as_dense,
+                "HOROVOD_FUSION_THRESHOLD": bucket_limit(),
+            },
+            "strides": digest(strides),
+            "sparse": [[w.index, w.sparse_dim] for w in self._watched if w.sparse_dim],
+            "order": self._arrived,
+            "free": runtime.free_lanes(group),
+            "index": live_reducers(group).index(self),
+        }
+
+    def _build(self, runtime: Runtime, group: Group, told: dict[int, dict[str, Any]]) -> None:
+        """Build the plan from what the ranks have told, by rank in the group."""
+        answers = list(told.values())
+        complete = len(answers) == group.size  # none has joined
+        if any(answer["tensors"] != answers[0]["tensors"] for answer in answers):
+            return  # see _explain_difference
+        options = {group.ranks[rank]: answer["options"] for rank, answer in told.items()}
+        check_options(options, "DistributedOptimizer")
+        limit = answers[0]["options"]["HOROVOD_FUSION_THRESHOLD"]
+        sparse: dict[int, int] = {}
+        for answer in answers:
+            for index, dimensions in answer["sparse"]:
+                sparse[index] = max(dimensions, sparse.get(index, 0))
+        same_strides = all(answer["strides"] == answers[0]["strides"] for answer in answers)
+        dense = [same_strides and keeps_strides(w.parameter) for w in self._watched]
+        arrived: list[int] = answers[0]["order"]
+        # Gradients come roughly from the last parameter to the first.
+        others = sorted(set(range(len(self._watched))) - set(arrived), reverse=True)
+        order = [*arrived, *others]
+        # A lane that is free here may not be on a rank that has not told.
+        free = set.intersection(*(set(answer["free"]) for answer in answers)) if complete else set()
         for watched in self._watched:
             watched.sparse_dim = sparse.get(watched.index, 0)
         bucketed = [i for i in order if self._sparse_as_dense or not self._watched[i].sparse_dim]
@@ -288,48 +379,40 @@ class Reducer:
         self._early = lane is not None or runtime.backend.matches_by_name
         self._runtime = runtime
 
-    def _agree(
-        self, runtime: Runtime, group: Group, limit: int
-    ) -> tuple[list[int], dict[int, int], list[bool], set[int]]:
-        """Exchange what the plan depends on; return order, sparse ones, usable strides, lanes."""
-        agree_on_tensors(
-            [(w.name, w.parameter) for w in self._watched], "DistributedOptimizer", group
-        )
-        strides = [
-            list(w.parameter.stride()) if keeps_strides(w.parameter) else None
-            for w in self._watched
-        ]
-        options = {
-            "compression": compression_name(self._compression),
-            "op": "Average" if self._average else "Sum",
-            "gradient_predivide_factor": self._predivide,
-            "groups": digest(sorted(self._group_of.items())),
-            "sparse_as_dense": self._sparse_as_dense,
-            "HOROVOD_FUSION_THRESHOLD": limit,
-        }
-        agree_on_options(options, "DistributedOptimizer", group)
-        peers = exchange_json(
-            {
-                "strides": digest(strides),
-                "sparse": [[w.index, w.sparse_dim] for w in self._watched if w.sparse_dim],
-                "order": self._arrived if group.me == 0 else [],
-                "free": runtime.free_lanes(group),
-            },
-            group,
-        )
-        sparse: dict[int, int] = {}
-        for peer in peers:
-            for index, dimensions in peer["sparse"]:
-                sparse[index] = max(dimensions, sparse.get(index, 0))
-        same_strides = all(peer["strides"] == peers[0]["strides"] for peer in peers)
-        dense = [same_strides and stride is not None for stride in strides]
-        arrived: list[int] = peers[0]["order"]
-        # Gradients come roughly from the last parameter to the first.
-        others = sorted(set(range(len(self._watched))) - set(arrived), reverse=True)
-        free = set.intersection(*(set(peer["free"]) for peer in peers))
-        return [*arrived, *others], sparse, dense, free
-
     # -- reduction ----------------------------------------------------------------------------
+
+    def _explain_difference(self) -> None:
+        """Raise, naming a parameter that is not the same on all ranks."""
+        group = member_group(self.process_set, "DistributedOptimizer")
+        named = [(w.name, w.parameter) for w in self._watched]
+        agree_on_tensors(named, "DistributedOptimizer", group)
+        raise AssertionError("the plan was not made, though the ranks agree")
+
+    def is_planned(self, runtime: Runtime) -> bool:
+        """Whether the other ranks may have a step under way that this rank would be part of."""
+        return self._runtime is runtime and self._lane is not None
+
+    def idle(self) -> None:
+        """Give zeros to the steps of the others until no rank has one to do (see join.py)."""
+        runtime, engine = self._runtime, self._engine
+        assert runtime is not None
+        assert engine is not None
+        if self.dirty:  # a step was begun: the gradients that have come count, and zeros
+            for bucket in self._buckets[self._next :]:
+                for position, watched in enumerate(self._members[bucket]):
+                    if not watched.ready:  # its view holds what an earlier step left there
+                        assert watched.view is not None
+                        watched.view.zero_()
+                        bucket.flags[position] = 0
+            self.discard()
+        while True:
+            for index, bucket in enumerate(self._buckets):
+                zeros = bucket.zeros()
+                engine.wait(engine.submit(self._task(runtime, zeros))).result()
+                if index == 0 and not zeros.active.item():
+                    return
+            if not self._buckets:
+                return
 
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
@@ -350,7 +433,7 @@ class Reducer:
         wires: list[tuple[Wire, torch.Tensor, Any]] = []
         predivide = self._divisor(flat, group.size)
 
-        def start() -> Work:
+        def start(peers: Peers | None) -> Work:
             if on_stream is not None:
                 on_stream.synchronize()
             if predivide != 1.0:
@@ -374,8 +457,13 @@ class Reducer:
             if divisor != 1.0:
                 flat.div_(divisor)
 
-        inline = backend.matches_by_name or (flat.device.type != "cpu" and not staged)
-        return Task(start, finish, inline, bucket.name, flat.numel())
+        inline = backend.matches_by_name or (
+            self._lane is not None and flat.device.type != "cpu" and not staged
+        )
+        # Terms are compared only where there is no lane, and buckets are negotiated.
+        proposal = Proposal("bucket", bucket.name, {"elements": flat.numel()})
+        order = None if inline else order_of([flat])
+        return Task(start, finish, proposal, inline, flat.numel(), order)
 
     def _divisor(self, flat: torch.Tensor, size: int) -> float:
         """What gradients are divided by before they are summed."""
@@ -402,6 +490,8 @@ class Reducer:
         try:
             if self._runtime is None or self._runtime is not basics.runtime():
                 self._make_plan()
+                if self._runtime is None:
+                    self._explain_difference()
             absent = self._complete_buckets()
             sparse = [w for w in self._watched if w.sparse_dim and w.view is None]
             gathers = [self._gather_sparse(w) for w in sparse]
@@ -479,7 +569,7 @@ class Reducer:
             watched.seen = None
         for bucket in self._buckets:
             bucket.missing = len(bucket.views)
-            bucket.flags.fill_(1)
+            bucket.reset_flags()
         self._arrived = []
         self._tasks = []
         self._next = 0
@@ -502,8 +592,8 @@ class Reducer:
         name = f"sparse.{watched.name}"
         values, context = self._compression.compress(gradient.values())
         handles = [
-            allgather_async(gradient.indices().t(), f"{name}.indices", self._process_set),
-            allgather_async(values, f"{name}.values", self._process_set),
+            allgather_async(gradient.indices().t(), f"{name}.indices", self.process_set),
+            allgather_async(values, f"{name}.values", self.process_set),
         ]
 
         def finish_sparse() -> None:
@@ -539,3 +629,25 @@ def _adopt(watched: _Watched, view: torch.Tensor) -> None:
         gradient = gradient.to_dense()
     view.copy_(gradient.detach())
     watched.parameter.grad = view
+
+
+# -- a rank that has joined -----------------------------------------------------------------------
+
+
+def _plan_with_the_others(runtime: Runtime, group: Group, proposal: Proposal) -> Task:
+    """The others have their first step now: plan with them, and give zeros to it."""
+    assert proposal.payload is not None
+    index = json.loads(proposal.payload)["index"]
+    reducers = live_reducers(group)
+    if index >= len(reducers):
+        raise HorovodInternalError(
+            "The other ranks make the first step of an optimizer that this rank, which has joined, "
+            "has not wrapped. Wrap the same optimizers on all ranks before join()."
+        )
+    reducer = reducers[index]
+    task = reducer._plan_task(runtime, group, proposal.name)
+    task.then(lambda _: runtime.begin_idle(reducer.idle))
+    return task
+
+
+STAND_INS["plan"] = _plan_with_the_others
