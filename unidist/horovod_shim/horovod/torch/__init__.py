@@ -3,15 +3,13 @@
 from unidist import *  # noqa: F403
 
 # isort: split
-# After the names of unidist: `elastic` is the one beside this file.
-from horovod.torch import (  # noqa: F401
-    compression,
-    elastic,
-    functions,
-    mpi_ops,
-    optimizer,
-    sync_batch_norm,
-)
+# Written like this and after the names of unidist, two of which these modules replace.
+import horovod.torch.compression
+import horovod.torch.elastic
+import horovod.torch.functions
+import horovod.torch.mpi_ops
+import horovod.torch.optimizer
+import horovod.torch.sync_batch_norm  # noqa: F401
 
 
 def _check_has_gpu() -> bool:
