@@ -28,6 +28,7 @@ TOPICS = (
     "optimizer_adasum",
     "process_sets",
     "regressions",
+    "reported_faults",
     "basics",
 )
 
