@@ -72,11 +72,11 @@ def _real_horovod() -> Iterator[None]:
         removed = [(i, entry) for i, entry in enumerate(sys.path) if _is_shim(entry)]
         sys.path[:] = [entry for entry in sys.path if not _is_shim(entry)]
         finder = _Finder()
-        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, finder)
         try:
             yield
         finally:
-            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+            sys.meta_path.remove(finder)
             for index, entry in removed:
                 sys.path.insert(index, entry)
             _hidden = _take_modules()

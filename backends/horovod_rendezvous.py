@@ -2,10 +2,10 @@
 
 Ranks tell each other their addresses through a store in ``horovodrun``: one scope for the world,
 one for each host, one for each local rank. The store empties a scope when all its ranks have said
-that they are connected, and then forgets what the ranks of *other* scopes have said so far. A scope
-that was about to be emptied stays as it is, and in the next ``init`` a rank that is earlier than its
-peer reads the peer's old address, and aborts ("connect ...: Connection refused"). Horovod 0.28.1
-alone shows it after a few turns of ``init`` and ``shutdown``.
+that they are connected, and then forgets what the ranks of *other* scopes have said so far. Such a
+scope keeps its addresses: in the next ``init`` a rank that is ahead of its peer reads the peer's
+old one, and aborts ("connect ...: Connection refused"). Horovod 0.28.1 alone shows it after a few
+turns of ``init`` and ``shutdown``.
 """
 
 from __future__ import annotations
