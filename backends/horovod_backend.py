@@ -30,6 +30,7 @@ from unidist.backends.base import (
 )
 from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
 from unidist.backends.horovod_package import import_horovod
+from unidist.backends.horovod_rendezvous import clear_rendezvous
 from unidist.backends.mpi_job import check_world, load_mpi
 from unidist.backends.torch_backend import TorchWork, connect_store, open_store
 
@@ -238,6 +239,8 @@ class HorovodBackend(Backend):
         }
         self.transports = frozenset(name for name, there in enabled.items() if there)
         self._side: Any = self._connect_side_group() if size > 1 else None
+        if launch.launcher == "horovodrun":
+            clear_rendezvous(hvd)
 
     def _connect_side_group(self) -> Any:
         """Connect all ranks through gloo, for what Horovod does not have."""
