@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import multiprocessing
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from unidist import launch as launching
 from unidist.backends import create
 from unidist.backends.base import DEFAULT_TIMEOUT, Backend, Group, Patience
-from unidist.backends.errors import HorovodInternalError
+from unidist.backends.errors import ArgumentError, HorovodInternalError
 from unidist.engine import Engine
 from unidist.handles import HandleTable, Proposal, Task
 from unidist.launch import Launch
@@ -180,9 +182,10 @@ _life = threading.RLock()
 
 
 def runtime() -> Runtime:
-    """The live runtime; ValueError before ``init``."""
+    """The live runtime; ArgumentError before ``init``."""
     if _runtime is None:
-        raise ValueError("unidist has not been initialized; call hvd.init() first.")
+        # A ValueError where Horovod asks for a rank, its internal error where it communicates.
+        raise ArgumentError("unidist has not been initialized; call hvd.init() first.")
     return _runtime
 
 
@@ -404,10 +407,23 @@ def _install_excepthook() -> None:
             file=sys.stderr,
             flush=True,
         )
+        _end_workers()
         live.backend.abort()
 
     ends_the_job._unidist = True  # type: ignore[attr-defined]
     sys.excepthook = ends_the_job
+
+
+def _end_workers() -> None:
+    """End the daemonic children, as an orderly exit does.
+
+    A data loader's workers that were started by "forkserver" do not notice that this process ends:
+    they watch the server, and it serves as long as they live.
+    """
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            with suppress(OSError):
+                child.terminate()
 
 
 def is_initialized() -> bool:
