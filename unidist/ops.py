@@ -118,7 +118,7 @@ def _allreduce_task(
         check_tensor(tensor, kind, in_place)
         check_reduction(tensor, op.native, op is Reduction.AVERAGE, kind)
     terms = describe(tensors, grouped=kind != "allreduce") | {
-        "op": op.value,
+        "op": op.label,
         "prescale_factor": float(prescale_factor),
         "postscale_factor": float(postscale_factor),
     }
@@ -219,7 +219,7 @@ def _reduce_payloads(
 
 def _stand_in(runtime: Runtime, group: Group, proposal: Proposal) -> Task:
     tensors = tensors_of(proposal)
-    op = Reduction(proposal.terms["op"])
+    op = Reduction[proposal.terms["op"].upper()]
     own = Proposal(proposal.kind, proposal.name, proposal.terms)
     return _make_task(runtime, group, own, tensors, op, in_place=True)
 

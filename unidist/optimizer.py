@@ -22,7 +22,7 @@ from unidist.compression import Compression, Compressor
 from unidist.delta import DeltaReducer
 from unidist.process_sets import ProcessSet, global_process_set
 from unidist.reducer import Reducer
-from unidist.reduction import Adasum, Average, Reduction, Sum
+from unidist.reduction import Adasum, Average, Reduction, Sum, as_reduction
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -45,6 +45,11 @@ class DistributedMixin:
         """Within it, ``step`` takes the gradients as they are, since ``synchronize`` was called."""
         with self._unidist.skipping():
             yield
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes are accumulated before the gradients are reduced."""
+        return self._unidist.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes are accumulated before the gradients are reduced."""
@@ -129,7 +134,9 @@ class _Distribution:
         self,
         reducer: Reducer | None,
         deltas: DeltaReducer | None,
+        passes: int,
     ) -> None:
+        self.passes = passes
         self._reducer = reducer
         self._deltas = deltas
         self._skip = False
@@ -167,6 +174,7 @@ class _Distribution:
         _check_passes(passes)
         if self._reducer is not None:
             self._reducer.set_passes(passes)
+        self.passes = passes
 
     def discard(self) -> None:
         """Make it legal to forget gradients: what peers are waiting for is reduced first."""
@@ -383,6 +391,7 @@ def DistributedOptimizer(
         )
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"DistributedOptimizer takes op=Average, Sum or Adasum, but got {op!r}.")
+    op = as_reduction(op, "DistributedOptimizer")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average.")
     if not gradient_predivide_factor > 0:
@@ -396,14 +405,14 @@ def DistributedOptimizer(
     named = _name_parameters(optimizer, named_parameters)
     grouped = _resolve_groups(groups, num_groups, named)
 
-    active = process_set.included() and (
-        process_set.size() != 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
-    )
-    if process_set.included() is None:
+    if process_set.group is None:
         raise ValueError(
             f"DistributedOptimizer got {process_set}, which is not active. Give it to "
             "init(process_sets=...) or add_process_set first, on all ranks."
         )
+    active = process_set.included() and (
+        process_set.size() != 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+    )
     reducer = deltas = None
     if active and op is Adasum:
         deltas = DeltaReducer(named, compression, process_set)
@@ -420,7 +429,7 @@ def DistributedOptimizer(
         )
     base: Any = type(optimizer)
     optimizer.__class__ = _distributed_class(base)
-    distribution = _Distribution(reducer, deltas)
+    distribution = _Distribution(reducer, deltas, backward_passes_per_step)
     optimizer._unidist = distribution  # type: ignore[attr-defined]
     _redirect_patched_step(optimizer, distribution)
     return optimizer

@@ -49,14 +49,26 @@ class ProcessSet:
         return None if self.group is None else self.group.size
 
     def rank(self) -> int | None:
-        """This process' rank in the set: None when inactive, -1 when it is not a member."""
+        """This process' rank in the set, or None when the set is not active.
+
+        Raises:
+            ValueError: this process is not a member.
+        """
         if self.group is None:
             return None
-        return -1 if self.group.rank is None else self.group.rank
+        if self.group.rank is None:
+            raise ValueError(
+                f"Rank {basics.rank()} is not a member of {self}: it has no rank there."
+            )
+        return self.group.rank
 
     def included(self) -> bool | None:
-        """Whether this process is a member, or None when the set is not active."""
-        return None if self.group is None else self.group.rank is not None
+        """Whether this process is a member, or None when the ranks are not known yet.
+
+        Raises:
+            ValueError: before ``init``.
+        """
+        return None if self.ranks is None else basics.rank() in self.ranks
 
     def _activate(self, identifier: int, group: Group) -> None:
         self.process_set_id = identifier
@@ -68,7 +80,8 @@ class ProcessSet:
         self.group = None
 
     def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        fields = f"ranks={self.ranks}, mpi_comm={self.mpi_comm}"
+        return f"ProcessSet(process_set_id={self.process_set_id}, {fields})"
 
     __repr__ = __str__
 

@@ -34,7 +34,7 @@ from unidist.layout import (
 from unidist.movement import allgather
 from unidist.ops import is_narrowed
 from unidist.process_sets import ProcessSet, global_process_set, member_group
-from unidist.reduction import Average, Reduction, Sum
+from unidist.reduction import Average, Reduction, Sum, as_reduction
 from unidist.streams import order_of
 
 
@@ -43,9 +43,10 @@ def rows_of_ranks(rows: int, size: int) -> list[int]:
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-def _check_op(op: Reduction, operation: str) -> None:
+def _check_op(op: Any, operation: str) -> Reduction:
     if op not in (Average, Sum):
         raise ArgumentError(f"{operation} takes op=Average or op=Sum, but got {op!r}.")
+    return as_reduction(op, operation)
 
 
 def _task(
@@ -60,13 +61,13 @@ def _task(
     """The task's value is the list of this rank's rows of each tensor."""
     runtime = basics.runtime()
     group = member_group(process_set, kind)
-    _check_op(op, kind)
+    op = _check_op(op, kind)
     for tensor in tensors:
         check_tensor(tensor, kind)
         needs_rows(tensor, kind)
         check_reduction(tensor, op.native, op is Average, kind)
     terms = describe(tensors, grouped=kind != "reducescatter") | {
-        "op": op.value,
+        "op": op.label,
         "prescale_factor": float(prescale_factor),
         "postscale_factor": float(postscale_factor),
     }
@@ -78,7 +79,7 @@ def _make_task(
     runtime: Runtime, group: Group, proposal: Proposal, tensors: Sequence[torch.Tensor]
 ) -> Task:
     backend = runtime.backend
-    op = Reduction(proposal.terms["op"])
+    op = Reduction[proposal.terms["op"].upper()]
     prescale_factor = proposal.terms["prescale_factor"]
     postscale_factor = proposal.terms["postscale_factor"]
     reducible = backend.reduce_dtypes - (NARROW_INTEGERS if op is Average else frozenset())
@@ -178,7 +179,7 @@ def _scatter(
     postscale_factor: float,
 ) -> list[torch.Tensor]:
     basics.runtime()
-    _check_op(op, kind)
+    op = _check_op(op, kind)
     for tensor in tensors:
         needs_rows(check_tensor(tensor, kind), kind)
     pairs = [compression.compress(tensor) for tensor in tensors]

@@ -10,7 +10,7 @@ from unidist import basics
 from unidist.layout import check_tensor
 from unidist.movement import allgather_async
 from unidist.process_sets import ProcessSet, global_process_set, member_group
-from unidist.reduction import Average, Reduction, Sum
+from unidist.reduction import Average, Reduction, Sum, as_reduction
 from unidist.synchronization import synchronize
 
 
@@ -42,6 +42,7 @@ def sparse_allreduce_async(
         raise TypeError(f"sparse_allreduce_async takes a sparse COO tensor, but got {found}.")
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async takes op=Average or op=Sum, but got {op!r}.")
+    op = as_reduction(op, "sparse_allreduce_async")
     size = member_group(process_set, "sparse_allreduce_async").size
     detached = tensor.detach()
     indices, values = detached._indices(), detached._values()
