@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unidist.backends.base import Backend, Completed, Group, Work
-from unidist.backends.errors import HorovodInternalError
+from unidist.backends.errors import ArgumentError, HorovodInternalError
 from unidist.engine import Engine, Value
 from unidist.handles import Peers, Proposal, Task
 
@@ -155,7 +155,7 @@ class Negotiator(Engine):
             )
         name = task.proposal.name
         if name in self._tasks:
-            raise HorovodInternalError(
+            raise ArgumentError(
                 f"{task.label} was submitted while an operation of the same name is under way. "
                 "Synchronize the first one, or give them different names."
             )

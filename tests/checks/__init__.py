@@ -29,6 +29,11 @@ TOPICS = (
     "process_sets",
     "regressions",
     "reported_faults",
+    "horovod_api",
+    "horovod_api_gradients",
+    "horovod_api_errors",
+    "horovod_api_training",
+    "horovod_api_sets",
     "basics",
 )
 
@@ -38,6 +43,11 @@ TOPICS = (
 _TOPIC_WORLDS = {
     "functions": (1, 2, 3),
     "gather_broadcast": (1, 2, 3),
+    "horovod_api": (2, 4),
+    "horovod_api_gradients": (2, 4),
+    "horovod_api_errors": (2, 4),
+    "horovod_api_training": (2, 4),
+    "horovod_api_sets": (2, 4),
     "optimizer_sparse": (1, 2, 3),
     "optimizer_wrapping": (1, 2),
     "regressions": (1, 2, 3),
