@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unidist import basics
-from unidist.backends.errors import HorovodInternalError, HostsUpdatedInterrupt
+from unidist.backends.errors import ArgumentError, HorovodInternalError, HostsUpdatedInterrupt
 from unidist.elastic.notification import notification_manager
 from unidist.process_sets import add_process_set, global_process_set
 
@@ -48,6 +48,8 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
                     if not skip_sync:
                         state.sync()
                     return func(state, *args, **kwargs)
+                except ArgumentError:
+                    raise  # a mistake in the script would come again, for ever
                 except HorovodInternalError:
                     state.restore()
                     skip_sync = False
