@@ -112,10 +112,11 @@ def finished(
     terms: dict[str, Any] | None = None,
     times: tuple[float, float, float] | None = None,
     own: Any = None,
+    payload: bytes | None = None,
     items: int = 1,
 ) -> Task:
     """A task that is done; ``times`` are seconds from now: submitted, started, finished."""
-    proposal = Proposal(kind, name, terms or {}, own)
+    proposal = Proposal(kind, name, terms or {}, own, payload)
     task = Task(lambda peers: Completed(), lambda: None, proposal, items=items)
     task.start(None)
     task.complete()
@@ -138,7 +139,13 @@ def spans(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_an_operation_has_two_spans(tmp_path: Path) -> None:
-    terms = {"dtype": "float32", "shape": [3, 2], "device": "cpu", "op": "Sum"}
+    terms = {
+        "dtype": "float32",
+        "shape": [3, 2],
+        "device": "cpu",
+        "op": "Sum",
+        "prescale_factor": 1.0,
+    }
     task = finished("allreduce", "allreduce.x", terms, (1.0, 1.5, 1.75), items=6)
     negotiation, work = spans(record(tmp_path / "timeline.json", task))
     assert (negotiation["name"], work["name"]) == ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
@@ -174,7 +181,8 @@ def test_sizes_of_rows_and_of_groups(tmp_path: Path) -> None:
         finished("grouped_allreduce", "grouped_allreduce.x", group),
         finished("grouped_allgather", "grouped_allgather.x", grouped_rows, own=[2, 1]),
         finished("barrier", "barrier.x", items=0),
-        finished("bucket", "gradients.noname.3", {"elements": 7}, items=7),
+        finished("bucket", "gradients.noname.3", {"elements": 7, "dtype": "bfloat16"}, items=7),
+        finished("exchange", "exchange.x", payload=b"12345"),
     ]
     found = [event["args"] for event in spans(record(tmp_path / "timeline.json", *tasks))[1::2]]
     gathered = {"dtype": "float64", "shape": [3, 4], "elements": 12, "bytes": 96}
@@ -184,7 +192,8 @@ def test_sizes_of_rows_and_of_groups(tmp_path: Path) -> None:
         {"tensors": 2, "dtype": "float32, float16", "elements": 4, "bytes": 14},
         {"tensors": 2, "dtype": "int8", "elements": 11, "bytes": 11},
         {"elements": 0},
-        {"elements": 7},
+        {"dtype": "bfloat16", "elements": 7, "bytes": 14},
+        {"bytes": 5},
     ]
 
 
@@ -208,13 +217,8 @@ def test_operations_at_the_same_time_are_on_tracks_of_their_own(tmp_path: Path) 
         found.sort()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(found)), found
     assert len(tracks) == 4
-    assert sorted(e["args"]["number"] for e in spans(events) if "number" in e.get("args", {})) == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
+    numbers = [span["args"].get("number") for span in spans(events) if "args" in span]
+    assert sorted(number for number in numbers if number is not None) == [0, 1, 2, 3, 4]
 
 
 def test_an_operation_that_never_began_was_negotiated_all_the_time(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ class _Operation:
     label: str
     terms: dict[str, Any]
     own: Any
+    payload: int  # bytes that travelled with the negotiation
     items: int
     submitted: float
     started: float
@@ -162,10 +163,7 @@ class Recording:
         epoch = int(time.time() * 1e6)
         self._file = TraceFile(
             path,
-            [
-                _named(0, title)
-                | {"args": {"name": title, "start_time_since_epoch_in_micros": epoch}}
-            ],
+            [_named(0, title, start_time_since_epoch_in_micros=epoch)],
         )
         self._process = os.getpid()
         self._pending: deque[_Operation | float] = deque()  # a number is the time of a cycle
@@ -189,6 +187,7 @@ class Recording:
                 task.label,
                 proposal.terms,
                 proposal.own,
+                len(proposal.payload or b""),
                 task.items,
                 task.submitted_at,
                 task.started_at,
@@ -295,8 +294,8 @@ class Recording:
         return len(ends) - 1
 
 
-def _named(row: int, name: str) -> dict[str, Any]:
-    return {"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}}
+def _named(row: int, name: str, **others: Any) -> dict[str, Any]:
+    return {"name": "process_name", "ph": "M", "pid": row, "args": {"name": name, **others}}
 
 
 def _arguments(one: _Operation) -> dict[str, Any]:
@@ -304,8 +303,10 @@ def _arguments(one: _Operation) -> dict[str, Any]:
     terms = dict(one.terms)
     shape_key = next((key for key in terms if key.startswith("shape")), "")
     shapes = terms.pop(shape_key, None)
-    terms.pop("device", None)
-    terms.pop("devices", None)
+    for key, usual in (("device", "cpu"), ("prescale_factor", 1.0), ("postscale_factor", 1.0)):
+        if terms.get(key) == usual:
+            del terms[key]
+    devices = terms.pop("devices", None)
     dtypes = terms.pop("dtypes", None)
     if dtypes is None:
         dtypes = [terms["dtype"]] if "dtype" in terms else []
@@ -313,6 +314,8 @@ def _arguments(one: _Operation) -> dict[str, Any]:
     else:
         terms["tensors"] = terms.pop("number of tensors")
         terms["dtype"] = ", ".join(dict.fromkeys(dtypes))
+        if devices and set(devices) != {"cpu"}:
+            terms["device"] = ", ".join(dict.fromkeys(devices))
     if shapes is not None and "first dimension" in shape_key and one.own is not None:
         rows = [sum(one.own)] if one.kind == "alltoall" else one.own
         shapes = [[count, *shape] for count, shape in zip(rows, shapes, strict=True)]
@@ -326,6 +329,9 @@ def _arguments(one: _Operation) -> dict[str, Any]:
     if dtypes:
         sizes = [getattr(torch, dtype).itemsize for dtype in dtypes]
         terms["bytes"] = sum(n * size for n, size in zip(elements, sizes, strict=True))
+    elif one.payload:  # an object, or a plan
+        del terms["elements"]
+        terms["bytes"] = one.payload
     return terms
 
 
