@@ -143,8 +143,8 @@ class Watch:
             StallError: the wait has reached its limit.
         """
         patience = self._backend.patience
-        waited = time.monotonic() - self._begin
-        if waited < min(_TELLING, patience.limit / 2):
+        waited = time.monotonic() - max(self._begin, self._backend.progressed)
+        if waited < min(_TELLING, patience.limit / 2, (patience.warn_after or _TELLING) / 2):
             return
         if not self._told:
             self._told = True
@@ -313,6 +313,9 @@ class Backend(ABC):
     move_dtypes: frozenset[torch.dtype] = frozenset({torch.uint8})
     #: the group of all ranks, set by ``init``
     world: Group
+    #: time.monotonic() when a planned operation ended last; while such go on nobody is stuck, and a
+    #: rank that has joined may wait for as long as the others train
+    progressed: float = 0.0
     #: how long to wait for peers, set before ``init``
     patience: Patience = Patience(60.0, DEFAULT_TIMEOUT)
 

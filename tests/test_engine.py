@@ -35,6 +35,10 @@ def negotiating(trace: Callable[[Task], None] | None = None) -> Engine:
     return Negotiator(SerialBackend(), WORLD, _never, _never, _never, trace)
 
 
+class _ByName(SerialBackend):
+    matches_by_name = True
+
+
 #: what both kinds of engine promise
 both = pytest.mark.parametrize("make", [ordered, negotiating])
 
@@ -131,7 +135,11 @@ def test_a_blocking_operation_runs_in_the_callers_thread_when_nobody_else_drives
     engine.stop()
 
 
-@both
+def by_name(trace: Callable[[Task], None] | None = None) -> Engine:
+    return Engine(_ByName(), WORLD, trace)
+
+
+@pytest.mark.parametrize("make", [by_name, negotiating])
 def test_an_error_belongs_to_its_task_and_the_next_one_runs(make: Make) -> None:
     engine = make()
 
@@ -146,6 +154,23 @@ def test_an_error_belongs_to_its_task_and_the_next_one_runs(make: Make) -> None:
     late = engine.run(task(Completed, lambda: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         late.result()
+    engine.stop()
+
+
+def test_where_order_matches_nothing_runs_after_an_error() -> None:
+    """Peers may have started what failed here, and would take the next operation for it."""
+    engine, log = ordered(), []
+
+    def refuse() -> Work:
+        raise RuntimeError("refused")
+
+    bad, queued = engine.submit(task(refuse, lambda: None)), engine.submit(recording(log, 1))
+    with pytest.raises(RuntimeError, match="refused"):
+        engine.wait(bad).result()
+    for later in (engine.wait(queued), engine.run(recording(log, 2))):
+        with pytest.raises(HorovodInternalError, match=r"earlier operation failed \(refused\)"):
+            later.result()
+    assert log == []
     engine.stop()
 
 
@@ -181,10 +206,6 @@ def test_inline_tasks_start_at_once_and_complete_in_any_order() -> None:
     gates[0].opened.set()
     assert engine.wait(first).result() == 0
     engine.stop()
-
-
-class _ByName(SerialBackend):
-    matches_by_name = True
 
 
 @pytest.mark.parametrize("by_name", [False, True])

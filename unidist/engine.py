@@ -22,6 +22,7 @@ caller's stream keeps, are started by the submitter and completed by whoever wai
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -45,12 +46,15 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.group = group
+        #: how many operations it has been given
+        self.submitted = 0
         self._trace = trace
         self._queue: deque[Task] = deque()
         lock = threading.Lock()
         self._submitted = threading.Condition(lock)  # the engine thread sleeps on this
         self._completed = threading.Condition(lock)  # waiters sleep on this
         self._busy = False  # somebody is advancing the tasks, or talks to the backend alone
+        self._failure = ""  # what failed first, where nothing can be started after that
         self._stopping = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -111,6 +115,8 @@ class Engine:
 
     def exchange(self, data: bytes, name: str) -> list[bytes]:
         """Every rank's data, of any length, in rank order. All ranks of the group call it."""
+        if self.backend.matches_by_name:  # threads of two ranks may come in different orders
+            return self.backend.exchange(data, self.group, name)
         return self.call(lambda: self.backend.exchange(data, self.group, name), name)
 
     def stop(self) -> None:
@@ -136,8 +142,15 @@ class Engine:
                 f"Operation {task.label!r} was submitted after shutdown(). Call init() again."
             )
 
+    def _cannot_start(self, task: Task) -> HorovodInternalError:
+        return HorovodInternalError(
+            f"{task.label} cannot start, since an earlier operation failed ({self._failure}) Call "
+            "shutdown() and init() on all ranks to go on."
+        )
+
     def _enqueue(self, task: Task) -> None:
         self._check_running(task)
+        self.submitted += 1
         self._queue.append(task)
 
     def _has_work(self) -> bool:
@@ -166,8 +179,15 @@ class Engine:
     # -- without it -----------------------------------------------------------------------------
 
     def _complete(self, task: Task) -> None:
+        if self._failure:
+            task.fail(self._cannot_start(task))
         task.start(None)
         task.complete()
+        if not task.failed:
+            self.backend.progressed = time.monotonic()
+        elif not self.backend.matches_by_name:
+            # Peers may have started what this rank has not, and would take the next for it.
+            self._failure = self._failure or str(task.error)
         self._traced(task)
 
     def _traced(self, task: Task) -> None:
@@ -177,6 +197,7 @@ class Engine:
 
     def _start_inline(self, task: Task) -> None:
         self._check_running(task)
+        self.submitted += 1
         # Tasks that wait in the queue were submitted earlier, so they start earlier: where order
         # is what matches. Where names do, a peer may be waiting for this one first.
         if not self.backend.matches_by_name and (self._queue or self._busy):

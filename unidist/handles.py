@@ -72,7 +72,8 @@ class Task:
         self._finish: Callable[[], Any] | None = finish
         self._work: Work | None = None
         self._value: Any = None
-        self._error: BaseException | None = None
+        #: what ``result`` raises
+        self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._order = order
         # The mode belongs to the thread that made the tensors; the engine's thread takes it over.
@@ -140,11 +141,16 @@ class Task:
             yield
 
     def _end(self, error: BaseException | None = None) -> None:
-        self._error = error
+        self.error = error
         # Buffers are released now, not when the caller forgets the handle.
         self._start = self._work = self._finish = None
         self.finished_at = time.perf_counter()
         self.finished = True
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is finished, and ``result`` will raise."""
+        return self.error is not None
 
     def done(self) -> bool:
         """Whether the result can be had without waiting for a peer."""
@@ -157,8 +163,8 @@ class Task:
     def result(self) -> Any:
         """The value of a finished task; raises what the operation raised."""
         assert self.finished
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._order is not None:
             values = self._value if isinstance(self._value, (list, tuple)) else [self._value]
             self._order.join(values)

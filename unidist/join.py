@@ -13,9 +13,14 @@ import gc
 
 from unidist import basics
 from unidist.backends.base import Completed
+from unidist.basics import Runtime
 from unidist.handles import Proposal, Task
 from unidist.negotiation import JOIN
-from unidist.reducer import live_reducers
+from unidist.reducer import Reducer, live_reducers
+
+
+def _planned(runtime: Runtime) -> list[Reducer]:
+    return [reducer for reducer in live_reducers() if reducer.is_planned(runtime)]
 
 
 def join(device: int = -1) -> int:
@@ -44,16 +49,27 @@ def join(device: int = -1) -> int:
         for process_set in runtime.process_sets.values()
         if process_set.group is not None and process_set.group.rank is not None
     ]
-    # An optimizer that is garbage on all ranks may still be there on some, and the others would not
-    # take part in its buckets.
-    gc.collect()
-    for reducer in live_reducers():
-        if reducer.is_planned(runtime):
-            runtime.begin_idle(reducer.idle)
+    # Ranks that train only meet in a round when all have joined: by their steps they know who is
+    # the last one.
+    progress = {
+        group: sum(lane.engine.submitted for lane in runtime.lanes.get(group, []))
+        for group in groups
+    }
+    planned = _planned(runtime)
+    if len(planned) > 1:
+        # An optimizer that is garbage on all ranks may still be there on some, and the others would
+        # not take part in its buckets.
+        planned = []
+        gc.collect()
+        planned = _planned(runtime)
+    for reducer in planned:
+        runtime.begin_idle(reducer.idle)
     tasks = []
     for group in groups:
         engine = runtime.engine_of(group)
-        task = Task(lambda peers: Completed(), lambda: None, Proposal(JOIN, JOIN))
+        task = Task(
+            lambda peers: Completed(), lambda: None, Proposal(JOIN, JOIN, own=progress[group])
+        )
         tasks.append((engine, engine.submit(task)))
     last = [engine.wait(task).result() for engine, task in tasks]
     runtime.end_idle()

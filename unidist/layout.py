@@ -83,7 +83,7 @@ def check_tensor(tensor: object, operation: str, in_place: bool = False) -> torc
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    return any(
+    return tensor.numel() > 0 and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 

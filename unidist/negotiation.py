@@ -139,20 +139,17 @@ class Negotiator(Engine):
         # What follows is touched by the one thread that drives, and but for times equal on all
         # ranks: it follows from the rounds alone.
         self._table: dict[str, _Entry] = {}
-        self._joined: list[int] = []  # in the order of joining
+        self._joined: list[int] = []  # in the order in which they told
+        self._progress: dict[int, int] = {}  # of a rank that has joined: what it told beside
         self._expired: list[str] = []
         self._pause = 0.0
-        self._failure = ""
 
     # -- with the lock held ---------------------------------------------------------------------
 
     def _enqueue(self, task: Task) -> None:
         self._check_running(task)
         if self._failure:
-            raise HorovodInternalError(
-                f"{task.label} cannot start, since an earlier operation failed ({self._failure}) "
-                "Call shutdown() and init() on all ranks to go on."
-            )
+            raise self._cannot_start(task)
         name = task.proposal.name
         if name in self._tasks:
             raise ArgumentError(
@@ -226,10 +223,10 @@ class Negotiator(Engine):
         """Hold a round: every rank's message, in rank order."""
         if self.group.size == 1:
             return [message]
+        waiting = ", ".join(task.label for task in list(self._tasks.values())[:5])
         try:
-            answers = self.backend.exchange(message.pack(), self.group, "a round of control")
+            answers = self.backend.exchange(message.pack(), self.group, f"agreement on {waiting}")
         except HorovodInternalError as error:
-            waiting = ", ".join(task.label for task in list(self._tasks.values())[:5])
             raise HorovodInternalError(f"{waiting} failed before it began: {error}") from error
         return [_Message.unpack(answer) for answer in answers]
 
@@ -241,6 +238,7 @@ class Negotiator(Engine):
             for proposal in message.proposals:
                 if proposal.kind == JOIN:
                     self._joined.append(rank)
+                    self._progress[rank] = proposal.own or 0
                     continue
                 entry = self._table.setdefault(
                     proposal.name, _Entry(proposal.kind, proposal.name, time.monotonic())
@@ -310,7 +308,9 @@ class Negotiator(Engine):
                 self._break(error)
                 return
         if len(self._joined) == self.group.size:
-            last, self._joined = self._joined[-1], []
+            # Who had no rounds to hold may tell late that it has joined long ago.
+            last = max(reversed(self._joined), key=lambda rank: self._progress[rank])
+            self._joined = []
             join = self._tasks[JOIN]
             self._forget(join)
             join.succeed(last)
