@@ -16,7 +16,7 @@ from typing import Any
 
 from checks.support import world_rule
 
-#: in the order in which they run; ``basics`` is last since it disconnects and connects again
+#: in the order in which they run; the last two disconnect and connect again
 TOPICS = (
     "allreduce",
     "gather_broadcast",
@@ -27,6 +27,9 @@ TOPICS = (
     "optimizer_wrapping",
     "optimizer_adasum",
     "process_sets",
+    "negotiation",
+    "join",
+    "properties",
     "regressions",
     "reported_faults",
     "horovod_api",
@@ -34,6 +37,9 @@ TOPICS = (
     "horovod_api_errors",
     "horovod_api_training",
     "horovod_api_sets",
+    "sync_batch_norm",
+    "timeline",
+    "elastic",
     "basics",
 )
 
@@ -41,6 +47,7 @@ TOPICS = (
 # Topics that more ranks add nothing to. Wrapping is about one process' objects; what was wrong once
 # is tested where it was, and at an odd number of ranks, as is what only moves data.
 _TOPIC_WORLDS = {
+    "elastic": (1, 2, 3),
     "functions": (1, 2, 3),
     "gather_broadcast": (1, 2, 3),
     "horovod_api": (2, 4),
@@ -48,9 +55,14 @@ _TOPIC_WORLDS = {
     "horovod_api_errors": (2, 4),
     "horovod_api_training": (2, 4),
     "horovod_api_sets": (2, 4),
+    "join": (1, 2, 3),
+    "negotiation": (2, 3),
+    "properties": (2, 3),
     "optimizer_sparse": (1, 2, 3),
     "optimizer_wrapping": (1, 2),
     "regressions": (1, 2, 3),
+    "sync_batch_norm": (1, 2, 3),
+    "timeline": (1, 2, 3),
 }
 
 

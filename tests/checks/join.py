@@ -424,7 +424,9 @@ def check_operations_while_a_rank_has_joined(hvd: Any) -> None:
             equal(hvd.grouped_reducescatter([rows], op=hvd.Sum)[0], got)
             hvd.barrier()
 
-            entries = torch.sparse_coo_tensor([[rank]], torch.ones(1), (size,))
+            entries = torch.sparse_coo_tensor(
+                [[rank]], torch.ones(1), (size,), check_invariants=True
+            )
             sparse = hvd.sparse_allreduce_async(entries, None, hvd.Sum)().to_dense()
             equal(sparse, torch.tensor([0.0, *[1.0] * (size - 1)]), "sparse")
             assert hvd.broadcast_object({"of": rank}, size - 1) == {"of": size - 1}

@@ -526,7 +526,10 @@ def check_sparse_of_every_dtype(hvd: Any) -> None:
         count = size - 1 - r
         indices = torch.arange(count).unsqueeze(0) * 2 + r
         return torch.sparse_coo_tensor(
-            indices, values(r, (count, *columns), dtype), (4 * size, *columns)
+            indices,
+            values(r, (count, *columns), dtype),
+            (4 * size, *columns),
+            check_invariants=True,
         )
 
     for dtype in (one for one in DTYPES if one != torch.bool):
@@ -567,7 +570,9 @@ def check_newer_operations_in_process_sets(hvd: Any) -> None:
             hvd.grouped_allgather_async([given, given[:1]], name="x", **options),
             hvd.grouped_reducescatter_async([given], name="x", op=hvd.Sum, **options),
         ]
-        entries = torch.sparse_coo_tensor([[0, rank]], torch.tensor([1.0, 2.0]), (size,))
+        entries = torch.sparse_coo_tensor(
+            [[0, rank]], torch.tensor([1.0, 2.0]), (size,), check_invariants=True
+        )
         wait = hvd.sparse_allreduce_async(entries, "x", hvd.Sum, **options)
         moved, scattered, gathered, grouped = map(hvd.synchronize, handles)
         equal(moved[0], torch.cat([one.chunk(n)[me] for one in everyone]), f"alltoall {ranks}")
