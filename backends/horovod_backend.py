@@ -28,7 +28,12 @@ from unidist.backends.base import (
     Rows,
     Work,
 )
-from unidist.backends.errors import BackendUnavailable, HorovodInternalError, LaunchError
+from unidist.backends.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    HorovodInternalError,
+    LaunchError,
+)
 from unidist.backends.horovod_package import import_horovod
 from unidist.backends.horovod_rendezvous import clear_rendezvous
 from unidist.backends.mpi_job import check_world, load_mpi
@@ -113,7 +118,12 @@ class _HorovodWork(Work):
         try:
             self._output = hvd.synchronize(self._handle)
         except RuntimeError as error:
-            raise HorovodInternalError(f"{self._what} failed in Horovod: {error}") from error
+            text = f"{self._what} failed in Horovod: {error}"
+            if "shape" in text:
+                text += (
+                    " (Dimensions of 1 at the end of a shape stand for the operation's options.)"
+                )
+            raise HorovodInternalError(text) from error
         self._keep = None
 
     def _poll(self) -> None:
@@ -204,7 +214,7 @@ class HorovodBackend(Backend):
         if launch.launcher in ("torchrun", "env"):
             raise LaunchError(
                 f"The horovod backend cannot yet be started by {launch.launcher}. Start the same "
-                f"script with `horovodrun -np {launch.size} python SCRIPT --backend horovod`, with "
+                f"script with `horovodrun -np {launch.size} python SCRIPT`, with "
                 "`mpirun`, or stay with torchrun and the torch backend."
             )
         self.timeout = timedelta(seconds=timeout)
@@ -338,7 +348,7 @@ class HorovodBackend(Backend):
         what = f"reducescatter {name!r}"
         # Horovod divides rows, the first ranks getting one more: a row is what they have more.
         width = max(counts) - min(counts) or max(counts)
-        rows = tensor.view(-1, width)
+        rows = tensor.view(-1, width, *tensor.shape[1:])
         with torch.inference_mode(False):
             handle = _native(
                 what,
@@ -374,5 +384,7 @@ def _native(what: str, start: Callable[[], int]) -> int:
     """Start a native operation; what Horovod refuses at once is reported like a later failure."""
     try:
         return start()
+    except ValueError as error:
+        raise ArgumentError(f"{what} was refused by Horovod: {error}") from error
     except RuntimeError as error:
         raise HorovodInternalError(f"{what} failed in Horovod: {error}") from error

@@ -204,6 +204,14 @@ EDITS: tuple[Edit, ...] = (
         "mpirun --version of a current MPICH says HYDRA; without this horovodrun refuses it",
     ),
     Edit(
+        "horovod/runner/mpi_run.py",
+        "mpi in (_IMPI_IMPL, _MPICH_IMPL)\n\n    ssh_args = []\n",
+        "mpi in (_IMPI_IMPL, _MPICH_IMPL)\n"
+        "    env = dict(os.environ if env is None else env, HOROVODRUN_MPI='1')\n\n"
+        "    ssh_args = []\n",
+        "the processes see only mpirun's variables, and would not take Horovod for their engine",
+    ),
+    Edit(
         "horovod/runner/js_run.py",
         "from distutils.spawn import find_executable",
         "from shutil import which as find_executable",

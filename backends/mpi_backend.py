@@ -214,9 +214,9 @@ class MpiBackend(Backend):
             raise LaunchError(
                 f"The mpi backend cannot run under {launch.launcher}, whose processes are "
                 "not ranks of one MPI job. Start the same script with "
-                f"`mpirun -n {launch.size} python SCRIPT --backend mpi`"
+                f"`mpirun -n {launch.size} python SCRIPT`"
                 + (
-                    ", or with `horovodrun --mpi`."
+                    ", or with `horovodrun --mpi` and UNIDIST_BACKEND=mpi."
                     if launch.launcher == "horovodrun"
                     else f", or stay with {launch.launcher} and the torch backend."
                 )

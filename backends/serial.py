@@ -33,8 +33,8 @@ class SerialBackend(Backend):
         if launch.size != 1:
             raise LaunchError(
                 f"The serial backend is a world of one, but {launch.launcher} started "
-                f"{launch.size} processes ({launch.source}). Choose another backend, or start "
-                "the script with plain python."
+                f"{launch.size} processes ({launch.source}). Leave out backend='serial' and "
+                "UNIDIST_BACKEND to take the launcher's own, or start the script with plain python."
             )
         self.world = Group((0,), 0)
 

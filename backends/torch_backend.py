@@ -184,8 +184,8 @@ class TorchBackend(Backend):
         if launch.launcher == "horovodrun":
             raise LaunchError(
                 "The torch backend cannot yet be started by horovodrun. Start the same script with "
-                f"`torchrun --nproc_per_node {launch.size} SCRIPT --backend torch`, or with "
-                "`mpirun`."
+                f"`torchrun --nproc_per_node {launch.size} SCRIPT`, or with "
+                "UNIDIST_BACKEND=torch under `mpirun`."
             )
         self.timeout = timedelta(seconds=timeout)
         # gloo's own limit of a wait comes after ours, which can say whom it waits for.
@@ -215,7 +215,7 @@ class TorchBackend(Backend):
                     store=self._store,
                     rank=rank,
                     world_size=size,
-                    timeout=self.timeout,
+                    timeout=self._limit,
                 )
             except RuntimeError as error:
                 raise LaunchError(
@@ -226,7 +226,7 @@ class TorchBackend(Backend):
             native: Any = dist.group.WORLD
         else:
             # The script made the default group; a clone keeps its collectives apart from ours.
-            native = dist.new_group(timeout=self.timeout, backend=backends)
+            native = dist.new_group(timeout=self._limit, backend=backends)
             self._groups.append(native)
         uses_nccl = "nccl" in str(dist.get_backend_config(native))
         self.transports = frozenset({"gloo", "nccl"} if uses_nccl else {"gloo"})

@@ -258,7 +258,8 @@ def main() -> None:
 
     if hvd.rank() == 0:  # one rank reports
         print(
-            f"Training on {hvd.size()} rank(s), {device.type}, {torch.get_num_threads()} thread(s) "
+            f"Training on {hvd.size()} rank(s) with {hvd.backend_name()}, {device.type}, "
+            f"{torch.get_num_threads()} thread(s) "
             f"each: {len(train_set)} images of {args.image_size}x{args.image_size}",
             flush=True,
         )

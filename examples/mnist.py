@@ -299,7 +299,8 @@ def main() -> None:
 
     if hvd.rank() == 0:  # one rank reports
         print(
-            f"Training on {hvd.size()} rank(s), {device.type}, {torch.get_num_threads()} thread(s) "
+            f"Training on {hvd.size()} rank(s) with {hvd.backend_name()}, {device.type}, "
+            f"{torch.get_num_threads()} thread(s) "
             f"each: {len(train_set)} training and {len(test_set)} test images",
             flush=True,
         )

@@ -51,6 +51,7 @@ _LAUNCHER_PREFIXES = (
     "FLUX_",
     "GLOO_",
     "GROUP_",
+    "HOROVODRUN_",
     "HOROVOD_",
     "HYDI_",
     "HYDRA_",

@@ -79,6 +79,11 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
             return _SMPI_IMPL
         elif 'MPICH' in output:
             return _MPICH_IMPL
+
+    impi_or_mpich = mpi in (_IMPI_IMPL, _MPICH_IMPL)
+
+    ssh_args = []
+    if settings.ssh_port:
 """,
     "horovod/runner/js_run.py": """\
 from distutils.spawn import find_executable

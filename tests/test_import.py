@@ -87,6 +87,7 @@ SIGNATURES = {
     "init": "comm=None, process_sets=None, backend=None, timeout=None",
     "shutdown": "",
     "is_initialized": "",
+    "backend_name": "",
     "rank": "",
     "size": "",
     "local_rank": "",

@@ -204,6 +204,14 @@ def test_backend(argument: str | None, variable: str | None, launcher: str, back
     assert choose_backend(argument, env, Launch(launcher)) == backend
 
 
+def test_horovodrun_over_mpi_takes_horovod() -> None:
+    env = {"HOROVODRUN_MPI": "1"}
+    assert choose_backend(None, env, Launch("mpirun")) == "horovod"
+    assert choose_backend("mpi", env, Launch("mpirun")) == "mpi"
+    assert choose_backend(None, env | {"UNIDIST_BACKEND": "torch"}, Launch("mpirun")) == "torch"
+    assert choose_backend(None, env, Launch("torchrun")) == "torch"  # a job started by a rank
+
+
 def test_every_launcher_has_a_backend() -> None:
     launchers = {launcher for _, launcher, _ in PLACES.values()}
     assert launchers == set(DEFAULT_BACKEND)

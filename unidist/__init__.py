@@ -29,6 +29,7 @@ from unidist.backends.errors import (  # noqa: E402
     LaunchError,
 )
 from unidist.basics import (  # noqa: E402
+    backend_name,
     ccl_built,
     cross_rank,
     cross_size,
@@ -125,6 +126,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "backend_name",
     "barrier",
     "broadcast",
     "broadcast_",

@@ -426,6 +426,11 @@ def _end_workers() -> None:
                 child.terminate()
 
 
+def backend_name() -> str:
+    """The engine in use: ``torch``, ``horovod``, ``mpi`` or ``serial``."""
+    return runtime().backend.name
+
+
 def is_initialized() -> bool:
     """Whether ``init`` was called and ``shutdown`` was not."""
     return _runtime is not None

@@ -255,5 +255,11 @@ DEFAULT_BACKEND = {
 
 
 def choose_backend(argument: str | None, env: Env, launch: Launch) -> str:
-    """Name the backend: argument, then UNIDIST_BACKEND, then the launcher's own."""
-    return argument or env.get("UNIDIST_BACKEND") or DEFAULT_BACKEND[launch.launcher]
+    """Name the backend: argument, then UNIDIST_BACKEND, then the launcher's own.
+
+    Over MPI, horovodrun becomes mpirun, and only a variable tells (see horovod_build.py).
+    """
+    asked = argument or env.get("UNIDIST_BACKEND")
+    if not asked and launch.launcher == "mpirun" and env.get("HOROVODRUN_MPI"):
+        return "horovod"
+    return asked or DEFAULT_BACKEND[launch.launcher]

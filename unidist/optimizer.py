@@ -399,6 +399,11 @@ def DistributedOptimizer(
             f"gradient_predivide_factor must be > 0, but is {gradient_predivide_factor!r}."
         )
     _check_passes(backward_passes_per_step)
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ValueError(
+            "DistributedOptimizer takes compression=Compression.none, Compression.fp16 or another "
+            f"class with compress and decompress, but got {compression!r}."
+        )
     if isinstance(optimizer, DistributedMixin):  # wrapped again: the new options count
         optimizer._unidist.close()
         optimizer.__class__ = optimizer._unidist_base  # type: ignore[assignment]
