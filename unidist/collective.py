@@ -7,7 +7,10 @@ blocking call runs its task at once; an ``_async`` one returns an integer handle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,3 +134,27 @@ def tensors_of(proposal: Proposal, rows: int | None = None) -> list[torch.Tensor
 def own_of(peers: Peers) -> list[Any]:
     """What each rank told of its own; None for a rank that has joined."""
     return [None if peer is None else peer.own for peer in peers]
+
+
+# -- engines that match names themselves ----------------------------------------------------------
+
+
+def telling(flat: torch.Tensor, terms: Mapping[str, Any], by_rows: bool = False) -> torch.Tensor:
+    """A view of a wire whose shape tells what such an engine compares, but would not see.
+
+    Averages are divided and factors applied above the engine, and wires are flat: ranks that
+    differ in that would get a wrong result, and no error. So the view has the tensor's shape where
+    it can, and dimensions of 1 after it, whose number stands for the rest. They cost nothing.
+
+    Args:
+        flat: the wire.
+        terms: what must be equal on all ranks.
+        by_rows: the engine divides the wire: its first dimension has to stay.
+    """
+    shape = terms.get("shape")
+    rest = [terms["prescale_factor"], terms["postscale_factor"]]
+    if by_rows or not shape or len(shape) > 8 or math.prod(shape) != flat.numel():
+        rest += [shape, terms.get("shapes")]
+        shape = [flat.numel()]
+    number = 0 if rest == [1.0, 1.0] else zlib.crc32(json.dumps(rest).encode()) % 23 + 1
+    return flat.view([*shape] + [1] * (2 * number + (terms["op"] == "Average")))

@@ -63,6 +63,8 @@ class Engine:
         """Queue a task; the engine thread will complete it."""
         if task.inline:
             self._start_inline(task)
+            if task.failed:
+                task.result()  # what the backend refuses at once is raised at once
             return task
         with self._submitted:
             self._enqueue(task)

@@ -28,6 +28,7 @@ from unidist.collective import (
     inline_payload,
     run,
     submit,
+    telling,
     tensors_of,
     wire_device,
 )
@@ -168,12 +169,15 @@ def _make_task(
             scale_(flat, prescale_factor)
             by_op.setdefault(native, []).append(flat)
         works = []
-        for native, members in by_op.items():
+        for index, (native, members) in enumerate(by_op.items()):
             if not adasum:  # which has coefficients for each tensor
                 packed = _packs(members)
                 packs.extend(packed)
                 members = [pack.flat for pack in packed]
-            name = f"{proposal.name}.{native.value}"
+                if backend.matches_by_name:
+                    members = [telling(flat, proposal.terms) for flat in members]
+            # Not named after the operation: where it differs between ranks, they have to meet.
+            name = f"{proposal.name}.{index}" if index else proposal.name
             works.append(reduce_flats(members, native, backend, group, name))
         return WorkGroup(works)
 

@@ -17,6 +17,7 @@ from unidist.collective import (
     needs_rows,
     run,
     submit,
+    telling,
     tensors_of,
     wire_device,
 )
@@ -103,6 +104,8 @@ def _make_task(
                 native = as_bool_op(op.native) if tensor.dtype == torch.bool else op.native
                 elements = [count * width for count in counts]
                 name = f"{proposal.name}.{index}"
+                if backend.matches_by_name:
+                    flat = telling(flat, proposal.terms, by_rows=True)
                 works.append(backend.reduce_scatter(output, flat, elements, native, group, name))
         return WorkGroup(works, wires)
 
