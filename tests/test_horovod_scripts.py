@@ -1,6 +1,6 @@
 """Scripts that were written for Horovod, unmodified, through ``python -m unidist.horovod``.
 
-In ``published/`` are Horovod's own examples. No test needs a network.
+``published/`` holds Horovod's examples, see the README there. No test needs a network.
 """
 
 from __future__ import annotations
