@@ -11,7 +11,7 @@ Each operation is a row by its name, with two spans as in Horovod's own timeline
 Long negotiations are waits for a slower rank. Where Horovod is the engine it negotiates inside of
 the second span. Operations under way at the same time have rows of their own.
 
-An operation takes 300 to 400 bytes, so a long training job makes a large file: switch the timeline
+An operation takes 200 to 300 bytes, so a long training job makes a large file: switch the timeline
 on for the steps of interest with ``start_timeline`` and ``stop_timeline``.
 
 The file is a whole JSON document all the time, however the job ends: a block of events overwrites
@@ -106,17 +106,16 @@ class TraceFile:
         Raises:
             OSError: the disk is full, for one; what was written before stays whole.
         """
-        lines = [_line(event) for event in events]
-        while lines:
-            size = len(_CLOSING)
-            count = 0
-            for line in lines:
-                size += len(line) + 2
-                if count and size > _BLOCK:
-                    break
-                count += 1
-            self._write(b"".join(b",\n" + line for line in lines[:count]))
-            del lines[:count]
+        block: list[bytes] = []
+        size = len(_CLOSING)
+        for line in map(_line, events):
+            if block and size + len(line) + 2 > _BLOCK:
+                self._write(b"".join(block))
+                block, size = [], len(_CLOSING)
+            block.append(b",\n" + line)
+            size += len(line) + 2
+        if block:
+            self._write(b"".join(block))
 
     def _write(self, block: bytes) -> None:
         try:
