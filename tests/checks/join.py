@@ -149,10 +149,10 @@ def check_first_step_without_one_rank(hvd: Any) -> None:
     if _native():
         return
     rank, size = hvd.rank(), hvd.size()
-    linear = _Linear(hvd, compression=hvd.Compression.fp16)
+    linear = _Linear(hvd, compression=hvd.Compression.fp16, op=hvd.Sum)
     if rank:
         linear.step(rank, 0)
-        linear.expect(size, [range(1, size)])
+        linear.expect(1, [range(1, size)])
     _join(hvd)
     _works(hvd)
 
