@@ -453,7 +453,7 @@ def test_b65_data_loaders_with_processes(engine: str, tmp_path: Path) -> None:
     script = tmp_path / "loaders.py"
     script.write_text(LOADERS)
     row = harness.ENGINES[engine]
-    result = harness.launch(row.launcher, 2, [script, row.backend], timeout=180)
+    result = harness.launch(row.launcher, 2, [script, row.backend], timeout=300)
     for method in ("fork", "spawn", "forkserver"):
         assert result.text.count(f"{method} done") == 2, result.report()
 
