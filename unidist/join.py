@@ -43,6 +43,11 @@ def join(device: int = -1) -> int:
     """
     runtime = basics.runtime()
     if runtime.backend.matches_by_name:
+        begun = [reducer for reducer in live_reducers() if reducer.is_begun(runtime)]
+        for reducer in begun:
+            reducer.launch_rest()
+        for reducer in begun:
+            reducer.discard()
         return runtime.engine.call(runtime.backend.join, JOIN)
     groups = [
         process_set.group

@@ -26,7 +26,6 @@ from unidist.handles import Peers, Proposal, Task
 from unidist.layout import (
     NARROW_INTEGERS,
     Wire,
-    as_bool_op,
     check_reduction,
     check_tensor,
     divide_,
@@ -87,7 +86,8 @@ def _make_task(
     wires = []
     for tensor in tensors:
         wire = Wire(tensor, in_place=prescale_factor == 1.0, device=wire_device(backend, tensor))
-        wire.widen(reducible)
+        # Flags are added up, and clamped at the end: Horovod scatters nothing but sums.
+        wire.widen(reducible - {torch.uint8} if tensor.dtype == torch.bool else reducible)
         wires.append(wire)
     rows = [rows_of_ranks(tensor.shape[0], group.size) for tensor in tensors]
     outputs: list[torch.Tensor] = []
@@ -101,17 +101,18 @@ def _make_task(
             output = flat.new_empty(counts[group.me] * width)
             outputs.append(output)
             if flat.numel():
-                native = as_bool_op(op.native) if tensor.dtype == torch.bool else op.native
                 elements = [count * width for count in counts]
                 name = f"{proposal.name}.{index}"
                 if backend.matches_by_name:
                     flat = telling(flat, proposal.terms, by_rows=True)
-                works.append(backend.reduce_scatter(output, flat, elements, native, group, name))
+                works.append(backend.reduce_scatter(output, flat, elements, op.native, group, name))
         return WorkGroup(works, wires)
 
     def finish() -> list[torch.Tensor]:
         results = []
-        for wire, output, counts in zip(wires, outputs, rows, strict=True):
+        for wire, output, counts, tensor in zip(wires, outputs, rows, tensors, strict=True):
+            if tensor.dtype == torch.bool:
+                output.clamp_(max=1)
             if op is Average:
                 divide_(output, group.size)
             scale_(output, postscale_factor)
