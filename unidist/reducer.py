@@ -388,6 +388,10 @@ class Reducer:
         agree_on_tensors(named, "DistributedOptimizer", group)
         raise AssertionError("the plan was not made, though the ranks agree")
 
+    def is_begun(self, runtime: Runtime) -> bool:
+        """Whether gradients have come since the last step, and may be on their way."""
+        return self._runtime is runtime and self.dirty
+
     def is_planned(self, runtime: Runtime) -> bool:
         """Whether the other ranks may have a step under way that this rank would be part of."""
         return self._runtime is runtime and self._lane is not None
@@ -397,13 +401,8 @@ class Reducer:
         runtime, engine = self._runtime, self._engine
         assert runtime is not None
         assert engine is not None
-        if self.dirty:  # a step was begun: the gradients that have come count, and zeros
-            for bucket in self._buckets[self._next :]:
-                for position, watched in enumerate(self._members[bucket]):
-                    if not watched.ready:  # its view holds what an earlier step left there
-                        assert watched.view is not None
-                        watched.view.zero_()
-                        bucket.flags[position] = 0
+        if self.dirty:
+            self.launch_rest()
             self.discard()
         while True:
             for index, bucket in enumerate(self._buckets):
@@ -413,6 +412,18 @@ class Reducer:
                     return
             if not self._buckets:
                 return
+
+    def launch_rest(self) -> None:
+        """Of a step that was begun: give the gradients that have come, and zeros for the others."""
+        for bucket in self._buckets[self._next :]:
+            for position, watched in enumerate(self._members[bucket]):
+                if not watched.ready:  # its view holds what an earlier step left there
+                    assert watched.view is not None
+                    watched.view.zero_()
+                    bucket.flags[position] = 0
+        with self._lock:
+            while self._next < len(self._buckets):
+                self._launch()
 
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
