@@ -764,8 +764,6 @@ def check_adasum_optimizer(hvd: Any) -> None:
 @several
 def check_sync_batch_norm(hvd: Any) -> None:
     """Horovod's wants a GPU; ours need not. At least: torch's arguments, and 2 dimensions."""
-    if not hasattr(hvd, "SyncBatchNorm"):
-        return
     layer = hvd.SyncBatchNorm(3, eps=1e-3, momentum=0.2, affine=True, track_running_stats=True)
     assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
     equal((layer.num_features, layer.eps, layer.momentum), (3, 1e-3, 0.2))
