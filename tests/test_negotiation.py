@@ -845,10 +845,10 @@ def test_operations_that_nobody_matches_do_not_hold_up_the_end() -> None:
         both.result()
         with pytest.raises(HorovodInternalError) as caught:
             only.result()
-        assert str(caught.value) == (
-            f"allreduce 'allreduce.only {rank}' cannot run: rank {1 - rank} called shutdown(), or "
-            "ended, without calling it."
-        )
+        text = str(caught.value)
+        # The later one of two may find the other gone already.
+        assert f"allreduce.only {rank}" in text
+        assert f"rank {1 - rank} called shutdown()" in text or f"[{1 - rank}] have left" in text
 
 
 def test_a_waiter_learns_that_the_other_rank_shuts_down() -> None:

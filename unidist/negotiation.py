@@ -366,7 +366,7 @@ class Negotiator(Engine):
         first = next(iter(entry.proposals.values()))
         for term in first.terms:
             by_value: dict[str, list[int]] = {}
-            for rank, proposal in entry.proposals.items():
+            for rank, proposal in sorted(entry.proposals.items()):
                 by_value.setdefault(json.dumps(proposal.terms.get(term)), []).append(rank)
             if len(by_value) > 1:
                 values = ", ".join(
