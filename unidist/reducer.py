@@ -374,7 +374,7 @@ class Reducer:
         # operations may differ, too: they need a group of their own where order is what matches.
         self._lane = lane = runtime.take_lane(group, free)
         self._group, self._engine = (
-            (group, runtime.engine) if lane is None else (lane.group, lane.engine)
+            (group, runtime.engine_of(group)) if lane is None else (lane.group, lane.engine)
         )
         self._early = lane is not None or runtime.backend.matches_by_name
         self._runtime = runtime
@@ -472,7 +472,8 @@ class Reducer:
             self._lane is not None and flat.device.type != "cpu" and not staged
         )
         # Terms are compared only where there is no lane, and buckets are negotiated.
-        proposal = Proposal("bucket", bucket.name, {"elements": flat.numel()})
+        terms = {"elements": flat.numel(), "dtype": str(flat.dtype).removeprefix("torch.")}
+        proposal = Proposal("bucket", bucket.name, terms)
         order = None if inline else order_of([flat])
         return Task(start, finish, proposal, inline, flat.numel(), order)
 
