@@ -655,6 +655,26 @@ def test_ranks_that_wait_for_each_other_get_warnings_then_errors(
         assert "Meanwhile" in line
 
 
+@pytest.mark.usefixtures("ranks_are_main_threads")
+def test_main_threads_that_wait_for_each_other_need_not_wait_for_the_limit() -> None:
+    """None of them is merely late: the time of the warning is the limit."""
+
+    def function(rank: Rank) -> float:
+        begin = time.monotonic()
+        kind = "broadcast" if rank.me == 1 else "allreduce"
+        text = rank.error(f"noname.{rank.me + 1}", kind=kind)
+        others = ", ".join(str(other) for other in range(3) if other != rank.me)
+        assert f"has waited 0 s for ranks {others}, where it was not called" in text
+        rank.run("next")
+        return time.monotonic() - begin
+
+    values, made = world(3, function, Patience(0.2, PATIENCE))
+    assert all(0.2 <= waited < PATIENCE / 2 for waited in values)
+    names = ["allreduce.noname.1", "allreduce.noname.3", "broadcast.noname.2"]
+    for rank in made:
+        assert sorted(rank.passed_by) == names
+
+
 def test_no_warning_where_warnings_are_off(capsys: pytest.CaptureFixture[str]) -> None:
     world(2, lambda rank: rank.error(f"{rank.me}"), Patience(0, 0.3))
     assert capsys.readouterr().err == ""

@@ -256,11 +256,15 @@ class Negotiator(Engine):
         ]
         for entry in ready:
             del self._table[entry.name]
-        for message in answers:
-            for name in message.expired:
-                if name in self._table:
-                    late = self._table.pop(name)
-                    self._fail(late, self._describe_stall(late))
+        expired = [name for message in answers for name in message.expired if name in self._table]
+        if expired and self._is_deadlocked():  # then all that is waited for is in vain
+            awaited = [entry for entry in self._table.values() if entry.awaited]
+            for entry in awaited:  # all count on from there, and the next ones have equal names
+                self._pass_by(next(iter(entry.proposals.values())), self.group)
+            expired = [entry.name for entry in awaited]
+        texts = {name: self._describe_stall(self._table[name]) for name in expired}
+        for name, text in texts.items():
+            self._fail(self._table.pop(name), text)
         if len(self._table) > 1:
             self._find_different_kinds()
         self._find_abandoned({rank for rank, message in enumerate(answers) if message.leaving})
@@ -419,11 +423,14 @@ class Negotiator(Engine):
         if not self._table:
             return
         now, patience = time.monotonic(), self.backend.patience
+        limit = patience.limit
+        if patience.warn_after and self._is_deadlocked():  # nobody is merely late
+            limit = min(limit, patience.warn_after)
         for entry in self._table.values():
             if self.group.me not in entry.proposals:
                 continue
             waited = now - entry.since
-            if waited > patience.limit and not entry.expired:
+            if waited > limit and not entry.expired:
                 entry.expired = True
                 self._expired.append(entry.name)
             elif patience.warn_after and waited > patience.warn_after and not entry.warned:
@@ -431,6 +438,14 @@ class Negotiator(Engine):
                 if self.group.me == min(entry.proposals):
                     text = self._describe_stall(entry)
                     print(f"unidist: warning: {text}", file=sys.stderr, flush=True)
+
+    def _is_deadlocked(self) -> bool:
+        """Whether the main threads of all ranks wait for operations that others do not have.
+
+        Another thread could still submit those, which is why this alone is no error.
+        """
+        waiting = set(self._joined).union(*(entry.awaited for entry in self._table.values()))
+        return len(waiting) == self.group.size > len(self._joined)
 
     def _describe_stall(self, entry: _Entry) -> str:
         missing = set(range(self.group.size)) - entry.proposals.keys() - set(self._joined)
