@@ -379,7 +379,36 @@ class Engine:
     sizes: tuple[int, ...]
     #: only these topics; empty means all
     topics: tuple[str, ...] = ()
+    #: not these topics
+    without: tuple[str, ...] = ()
+    #: at these sizes only ``CORE``: what more the other sizes have shown
+    few: tuple[int, ...] = ()
 
+    def runs(self, topic: str, size: int) -> bool:
+        """Whether a topic's checks run at a world size, as far as the engine is concerned."""
+        if size in self.few and topic not in CORE:
+            return False
+        return topic not in self.without and (not self.topics or topic in self.topics)
+
+
+CORE = ("allreduce", "adasum", "process_sets", "optimizer_adasum", "basics")
+
+# What is about Horovod's interface and one process' objects, and not about an MPI library or the
+# transport that Horovod uses.
+_INTERFACE = (
+    "functions",
+    "optimizer_sparse",
+    "optimizer_wrapping",
+    "horovod_api",
+    "horovod_api_gradients",
+    "horovod_api_errors",
+    "horovod_api_training",
+    "horovod_api_sets",
+    "reported_faults",
+    "sync_batch_norm",
+    "timeline",
+    "elastic",
+)
 
 ENGINES = {
     engine.name: engine
@@ -388,14 +417,16 @@ ENGINES = {
         Engine("torch", "torch", "torchrun", (1, 2, 3, 4)),
         # Our code does not know which of its two transports Horovod uses, but for Adasum, which
         # only that over MPI has, and only for a power of two ranks.
-        Engine("horovod-gloo", "horovod", "horovodrun-gloo", (2, 3)),
-        Engine("horovod-mpi", "horovod", "horovodrun-mpi", (1, 2, 4)),
+        Engine(
+            "horovod-gloo", "horovod", "horovodrun-gloo", (1, 2, 3, 4), (), _INTERFACE, few=(1, 4)
+        ),
+        Engine("horovod-mpi", "horovod", "horovodrun-mpi", (1, 2, 3, 4), few=(1, 3, 4)),
         Engine("mpi", "mpi", "mpirun", (1, 2, 3, 4)),
-        Engine("mpi-openmpi", "mpi", "openmpi", (2, 3)),
+        Engine("mpi-openmpi", "mpi", "openmpi", (2, 3, 4), (), _INTERFACE, few=(3, 4)),
         # no launcher: any engine is a world of one
-        Engine("torch-alone", "torch", "none", (1,)),
-        Engine("horovod-alone", "horovod", "none", (1,)),
-        Engine("mpi-alone", "mpi", "none", (1,)),
+        Engine("torch-alone", "torch", "none", (1,), few=(1,)),
+        Engine("horovod-alone", "horovod", "none", (1,), few=(1,)),
+        Engine("mpi-alone", "mpi", "none", (1,), few=(1,)),
         # engines under a launcher that is not their own
         Engine("torch-mpirun", "torch", "mpirun", (2,), ("basics", "functions", "optimizer")),
         Engine("horovod-mpirun", "horovod", "mpirun", (2,), ("basics", "functions", "optimizer")),

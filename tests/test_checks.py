@@ -33,8 +33,7 @@ CASES = [
     (engine, size, check.name)
     for engine, size in CELLS
     for check in CHECKS.values()
-    if check.runs_at(size)
-    and (not harness.ENGINES[engine].topics or check.topic in harness.ENGINES[engine].topics)
+    if check.runs_at(size) and harness.ENGINES[engine].runs(check.topic, size)
 ]
 
 

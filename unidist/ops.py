@@ -177,7 +177,7 @@ def _make_task(
                 if backend.matches_by_name:
                     members = [telling(flat, proposal.terms) for flat in members]
             # Not named after the operation: where it differs between ranks, they have to meet.
-            name = f"{proposal.name}.{index}" if index else proposal.name
+            name = f"{proposal.name}.op{index}" if index else proposal.name
             works.append(reduce_flats(members, native, backend, group, name))
         return WorkGroup(works)
 

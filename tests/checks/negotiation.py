@@ -121,7 +121,7 @@ def check_blocking_in_another_order_than_asynchronous(hvd: Any) -> None:
 
 def check_a_name_again_and_again(hvd: Any) -> None:
     """The name is free as soon as its result is there, whichever thread finished it."""
-    for turn in range(200):
+    for turn in range(60):
         handle = hvd.allreduce_async(torch.tensor([turn]), op=hvd.Max, name="again")
         if turn % 3 == 0:
             while not hvd.poll(handle):
@@ -483,17 +483,15 @@ def _total(plain: list[torch.Tensor], op: str) -> torch.Tensor:
 
 def check_reducescatter_of_every_layout(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
-    for rows in (2 * size, size + 1, size - 1):
-        low = sum(rows // size + (r < rows % size) for r in range(rank))
-        count = rows // size + (rank < rows % size)
-        for what, given, plain in _each_layout(hvd, rows):
-            with _unchanged(given, what):
-                got = hvd.reducescatter(given, op=hvd.Sum).detach()
-            want = _total(plain, "Sum")[low : low + count]
-            equal(got, want, f"reducescatter of {rows} rows, {what}")
-            if rows == 2 * size and given.dtype != torch.bool:
-                got = hvd.reducescatter(given).detach()
-                close(got, _total(plain, "Average")[low : low + count], f"average {what}")
+    rows = size + 1
+    low, count = rank + (rank > 0), 2 if rank == 0 else 1
+    for what, given, plain in _each_layout(hvd, rows):
+        with _unchanged(given, what):
+            got = hvd.reducescatter(given, op=hvd.Sum).detach()
+        equal(got, _total(plain, "Sum")[low : low + count], f"reducescatter {what}")
+        if given.dtype != torch.bool:
+            got = hvd.reducescatter(given).detach()
+            close(got, _total(plain, "Average")[low : low + count], f"average {what}")
 
 
 def check_groups_of_every_layout(hvd: Any) -> None:

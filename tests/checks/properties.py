@@ -24,8 +24,8 @@ from checks.support import close, equal
 
 #: cases of each engine, and operations of its soak; each takes some seconds
 CASES = 150
-SOAK = 2000
-SOAK_SECONDS = 10.0
+SOAK = 1000
+SOAK_SECONDS = 5.0
 
 #: operations under way at once, of each thread
 _BATCH = 50
