@@ -90,10 +90,8 @@ class Check:
     function: Callable[[Any], None]
 
     def runs_at(self, size: int) -> bool:
-        rule = world_rule(self.function)
-        if rule is None:
-            rule = _TOPIC_WORLDS.get(self.topic)
-        return rule is None or size in rule
+        rules = (world_rule(self.function), _TOPIC_WORLDS.get(self.topic))
+        return all(rule is None or size in rule for rule in rules)
 
 
 def _load() -> dict[str, Check]:
