@@ -126,7 +126,10 @@ end(0, 1, 2)
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_waits_in_another_operation(engine: str) -> None:
-    """All are told, and since all are still there, the next operation works."""
+    """All are told, and since all are still there, the next operation works.
+
+    Nobody is merely late, so the time of the warning is the limit.
+    """
     result = start(engine, 3, ELSEWHERE)
     for rank in range(3):
         said = line(result, rank, "first")
@@ -135,14 +138,10 @@ def test_a_rank_that_waits_in_another_operation(engine: str) -> None:
             if rank == 1
             else ("allreduce 'allreduce.lonely'", "ranks 0, 2", "rank 1")
         )
-        assert f"{name} has waited 3 s for {missing}" in said, said
+        assert f"{name} has waited 1 s for {missing}" in said, said
         assert f"it was on {there}" in said, said
-        assert 2.5 < seconds(said) < 8, said
+        assert 0.9 < seconds(said) < 2.5, said
         assert "gave [3.0, 3.0, 3.0]" in line(result, rank, "second"), result.report()
-    warned = warnings(result)
-    assert len(warned) == 2, warned
-    assert any("allreduce.lonely" in text and "for rank 1," in text for text in warned), warned
-    assert any("allgather.other" in text and "for ranks 0, 2" in text for text in warned), warned
 
 
 BUCKET = """
