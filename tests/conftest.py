@@ -30,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     engines, worlds = config.getoption("--engine"), config.getoption("--world")
     for name in engines or ():
@@ -47,15 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if kept(item)]
-
-    # With several workers, tests that share a launch or its result stay on one of them.
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = item.path.stem
-            if group == "test_checks" and hasattr(item, "callspec"):
-                group = "{engine}-{size}".format(**item.callspec.params)
-            if group not in ("test_failures", "test_reported_faults", "test_stalls"):
-                item.add_marker(pytest.mark.xdist_group(group))
 
 
 def need(engine: str) -> None:
