@@ -15,6 +15,8 @@ What a backend's native call does not take is widened here, once for all of them
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from unidist.backends.base import ReduceOp
@@ -111,6 +113,11 @@ def check_reduction(tensor: torch.Tensor, op: ReduceOp, average: bool, operation
         )
 
 
+def row_elements(tensor: torch.Tensor) -> int:
+    """Real numbers in one row (one index of the first dimension) of a tensor."""
+    return math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
+
+
 class Wire:
     """A tensor's elements as the flat tensor that a backend reduces or moves.
 
@@ -169,9 +176,7 @@ class Wire:
 
     def row_width(self, moved: torch.Tensor) -> int:
         """Elements of ``moved`` in one row of the caller's tensor."""
-        width = 2 if self._tensor.is_complex() else 1
-        for length in self._tensor.shape[1:]:
-            width *= length
+        width = row_elements(self._tensor)
         return width * self._source.element_size() // moved.element_size()
 
     def rows(self, moved: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from unidist.layout import (
     check_reduction,
     check_tensor,
     divide_,
+    row_elements,
     scale_,
 )
 from unidist.movement import allgather
@@ -97,7 +98,7 @@ def _make_task(
         for index, (wire, counts, tensor) in enumerate(zip(wires, rows, tensors, strict=True)):
             flat = wire.flat
             scale_(flat, prescale_factor)
-            width = _width(tensor)
+            width = row_elements(tensor)
             output = flat.new_empty(counts[group.me] * width)
             outputs.append(output)
             if flat.numel():
@@ -124,13 +125,6 @@ def _make_task(
     items = sum(wire.flat.numel() for wire in wires)
     order = None if inline else order_of(tensors)
     return Task(start, finish, proposal, inline, items, order)
-
-
-def _width(tensor: torch.Tensor) -> int:
-    width = 2 if tensor.is_complex() else 1
-    for length in tensor.shape[1:]:
-        width *= length
-    return width
 
 
 def _stand_in(runtime: Runtime, group: Group, proposal: Proposal) -> Task:
